@@ -1,0 +1,1 @@
+"""Reinforcement learning for machine-learning engineering, in JAX."""

@@ -1,0 +1,1 @@
+"""Runs untrusted programs. Imports neither jax nor jaxrl_code."""
