@@ -14,6 +14,7 @@ setup(
         "optax>=0.2.8",
         "orbax-checkpoint>=0.12.8",
         "transformers>=5.24",
+        "tokenizers",
         "jinja2>=3.1",
         "safetensors>=0.5",
         "ml-collections>=1.1",
@@ -32,6 +33,6 @@ setup(
         "cuda": ["jax[cuda12]"],
         "tpu": ["jax[tpu]"],
         "test": ["pytest>=9", "pytest-asyncio>=1.3", "pytest-timeout>=2.4", "hypothesis>=6.150"],
-        "dev": ["ruff", "pyright"],
+        "dev": ["ruff", "pyright[nodejs]"],
     },
 )
