@@ -31,9 +31,7 @@ def apply_rope(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
 
 
-def attention(
-    q_BTNH: jax.Array, keys_values: tuple[tuple[jax.Array, jax.Array, jax.Array], ...]
-) -> jax.Array:
+def attention(q_BTNH: jax.Array, keys_values: tuple[tuple[jax.Array, jax.Array, jax.Array], ...]) -> jax.Array:
     """Grouped-query attention over several stores of keys at once -> [B, T, N, H].
 
     A store is (k_BSKH, v_BSKH, mask_BTS, true where a query may look); the softmax runs over all of them together, so
