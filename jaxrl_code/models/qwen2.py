@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxrl_code.models.cache import KVCache
 from jaxrl_code.models.layers import apply_rope, attention, rms_norm, rope_tables, swiglu
+from jaxrl_code.sharding import constrain
 from jaxrl_code.types import Params
 
 REMAT = {
@@ -108,9 +109,9 @@ class Block(nn.Module):
         cached = () if cache_BSKH is None else ((*cache_BSKH, mask_BTS),)
         h_BTD = rms_norm(x_BTD, _param(self, c, "attn_norm", c.width), c.rms_eps)
         h_BTD, new_kv = Attention(c, name="attn")(h_BTD, cached, mask_BTT, rope)
-        x_BTD = x_BTD + h_BTD
+        x_BTD = constrain(x_BTD + h_BTD, "fsdp")
         h_BTD = rms_norm(x_BTD, _param(self, c, "mlp_norm", c.width), c.rms_eps)
-        return x_BTD + Mlp(c, name="mlp")(h_BTD), None if cache_BSKH is None else new_kv
+        return constrain(x_BTD + Mlp(c, name="mlp")(h_BTD), "fsdp"), None if cache_BSKH is None else new_kv
 
 
 class Network(nn.Module):
@@ -149,7 +150,8 @@ class Network(nn.Module):
             in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
             length=c.layers,
         )(c, name="layers")
-        x_BTD = _param(self, c, "embed", c.vocab_size, c.width)[tokens_BT]
+        embed_VD = constrain(_param(self, c, "embed", c.vocab_size, c.width), "tp", None)
+        x_BTD = constrain(embed_VD[tokens_BT], "fsdp")
         rope = rope_tables(positions_BT, c.head_dim, c.rope_theta)
         x_BTD, new_kv = blocks(x_BTD, cache_LBSKH, mask_BTS, mask_BTT, rope)
         x_BTD = rms_norm(x_BTD, _param(self, c, "final_norm", c.width), c.rms_eps)
