@@ -13,17 +13,13 @@ setup(
         "flax>=0.12.8,<0.13",
         "optax>=0.2.8",
         "orbax-checkpoint>=0.12.8",
-        "transformers>=5.24",
-        "tokenizers",
-        "jinja2>=3.1",
-        "safetensors>=0.5",
-        "ml-collections>=1.1",
-        "tensorboard>=2.21",
-        "tensorboardX>=2.6.5",
-        "rich>=14",
-        "matplotlib>=3.10",
-        "pyyaml>=6",
-        "aiodocker>=0.27",
+        # Hugging Face's formats.
+        "transformers>=5.24", "tokenizers", "huggingface_hub", "safetensors>=0.5", "jinja2>=3.1",
+        # Flags and configs, and what a person watches.
+        "absl-py", "ml-collections>=1.1", "pyyaml>=6",
+        "tensorboard>=2.21", "tensorboardX>=2.6.5", "rich>=14", "matplotlib>=3.10",
+        # The Docker backend.
+        "aiodocker>=0.27", "aiohttp",
         # What the policy's programs and the graders run on.
         "numpy>=2",
         "pandas>=2.2",
