@@ -1,7 +1,7 @@
 """PPO on MLE-bench-form competitions; the policy writes whole ML programs.
 
-    python launch/train.py --config=configs/mlebench.py                 # the paper's setting: Qwen2.5-3B-Instruct, 8 accelerators
-    python launch/train.py --config=configs/mlebench.py:local           # the whole loop on a laptop, in minutes
+    python launch/train.py --config=configs/mlebench.py           # the paper's: Qwen2.5-3B-Instruct, 8 accelerators
+    python launch/train.py --config=configs/mlebench.py:local     # the whole loop on a laptop, in minutes
     python launch/train.py --config=configs/mlebench.py:0.5b --config.ppo.clip=0.1 --workdir=runs/mine
 
 "The paper" is arXiv 2509.01684. Presets: '' (the paper), local, 0.5b, 1.5b, 3b, 7b. Tuples, not lists; '' means unset.
@@ -14,7 +14,7 @@ PRESETS = ("", "local", "0.5b", "1.5b", "3b", "7b")
 
 def get_config(preset: str = "") -> ConfigDict:
     if preset not in PRESETS:
-        raise ValueError(f"preset: no {preset!r} in configs/mlebench.py; choose from {', '.join(p for p in PRESETS if p)}")
+        raise ValueError(f"no preset {preset!r} in configs/mlebench.py; choose from {', '.join(filter(None, PRESETS))}")
     c = ConfigDict()
     c.seed = 0
     c.steps = 100  # RL steps; the paper took 35 to 100
@@ -41,7 +41,7 @@ def get_config(preset: str = "") -> ConfigDict:
     c.rollout.top_p = 1.0  # must stay 1 in training, or the log-probs belong to another distribution
     c.rollout.top_k = 0  # 0 is off; likewise
     c.rollout.improve_share = 0.5  # of the prompts show an earlier solution and ask to revise it (the paper)
-    c.rollout.output_chars = 2000  # of terminal output in such a prompt, head and tail
+    c.rollout.output_chars = 2000  # of terminal output in such a prompt, half of it head, half tail
     c.rollout.infra_abort_share = 0.5  # stop the run when more of a step than this is lost to faults of ours
 
     c.buffer = ConfigDict()  # of earlier solutions
@@ -57,7 +57,7 @@ def get_config(preset: str = "") -> ConfigDict:
     c.sampler.decode_chunk = 16  # tokens between two looks at who has finished
 
     c.sandbox = ConfigDict()
-    c.sandbox.kind = "auto"  # 'local' (bubblewrap, else a plain process group), 'docker', or 'auto' (the safest there is)
+    c.sandbox.kind = "auto"  # 'docker' | 'local' (bubblewrap and cgroups) | 'auto' (local as far as this machine lets)
     c.sandbox.running = 0  # programs at once; 0 is one a core
     c.sandbox.wall_s = 600.0  # (RPG: 600 to 1200 s, 16 GB, 1 core)
     c.sandbox.memory_mb = 16384
@@ -75,11 +75,13 @@ def get_config(preset: str = "") -> ConfigDict:
     c.ppo.critic_lr = 1e-5  # (the paper)
     c.ppo.warmup_steps = 0  # optimizer steps
     c.ppo.critic_warmup_steps = 0  # RL steps in which only the critic learns
+    c.ppo.critic_epochs = 1  # regression bears more passes than the policy does
     c.ppo.epochs = 1  # passes over a batch: the paper's "100" is its number of RL steps
     c.ppo.minibatches = 1
     c.ppo.micro_rows = 8  # sequences a forward pass; smaller is less memory
     c.ppo.clip = 0.2  # (the paper)
-    c.ppo.value_clip = 0.0  # 0 is off: returns span ten units here, a clip of 0.2 would freeze the critic
+    c.ppo.value_clip = float("inf")  # off: it limits how fast the critic may follow, and here it must follow fast
+    c.ppo.value_scale = 5.0  # the critic predicts (return - first batch's mean) / this: -10 to 1 becomes two units
     c.ppo.entropy = 0.001  # (the paper)
     c.ppo.kl = 0.0  # weight of KL to the initial policy; RPG: 0.001. 0 keeps no reference
     c.ppo.gamma = 1.0  # a program is one action: no reason to discount its tokens (RPG)
@@ -87,7 +89,8 @@ def get_config(preset: str = "") -> ConfigDict:
     c.ppo.grad_clip = 1.0  # (the paper)
     c.ppo.duration = "none"  # right for a synchronous batch; 'linear' | 'inverse_log' | 'reward_rate' (ppo/duration.py)
     c.ppo.duration_cap = 10.0  # a duration counts at most this many times the batch's mean
-    c.ppo.buckets = (512, 1024, 2048)  # sequences are padded to the smallest that holds the longest of a batch
+    c.ppo.buckets = (2048,)  # a batch is padded to the smallest that holds its longest sequence; each compiles once
+    c.ppo.lengths = (512, 1024)  # micro-batches of shorter sequences are cut to these
 
     c.eval = ConfigDict()  # before the first step and after the last
     c.eval.programs = 128
@@ -103,7 +106,7 @@ def get_config(preset: str = "") -> ConfigDict:
 
     if preset in ("0.5b", "1.5b", "3b", "7b"):
         c.model.path = f"Qwen/Qwen2.5-{preset.upper()}-Instruct"
-        # One accelerator holds 0.5B with its critic and both Adam states (16 bytes a parameter each); 7B wants eight of 80 GB.
+        # Policy and critic take 16 bytes a parameter each, Adam included: 0.5B fits one accelerator, 7B eight of 80 GB.
         c.mesh.fsdp = {"0.5b": 1, "1.5b": 2, "3b": 8, "7b": 8}[preset]
         c.ppo.actor_lr = 1e-6 if preset == "7b" else 1e-5  # (RPG's actor, for the largest)
 
@@ -130,5 +133,7 @@ def get_config(preset: str = "") -> ConfigDict:
         c.ppo.epochs = 2
         c.ppo.minibatches = 4
         c.ppo.micro_rows = 8
+        c.ppo.critic_epochs = 4
         c.ppo.buckets = (1024,)
+        c.ppo.lengths = (384, 512, 768)
     return c

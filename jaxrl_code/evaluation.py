@@ -80,15 +80,27 @@ def by_task(records: Sequence[dict[str, Any]]) -> dict[str, Summary]:
     return {name: summarise([record for record in records if record["task"] == name]) for name in names}
 
 
-def save(path: Path, records: Sequence[dict[str, Any]]) -> None:
+def metrics_of(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """eval/... over all tasks and, where one name a task is needed, eval/<task>/..."""
+    rows = {"": summarise(records), **{f"{name}/": summary for name, summary in by_task(records).items()}}
+    names = ("valid", "reward", "score", "percentile", "wall_s")
+    values = {f"eval/{task}{name}": getattr(row, name) for task, row in rows.items() for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def save(path: Path, made_with: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
     """Whole or not at all: a killed evaluation is done again, never half believed."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(list(records)))
+    temporary.write_text(json.dumps({"made_with": made_with, "records": list(records)}))
     os.replace(temporary, path)
 
 
-def load(path: Path) -> list[dict[str, Any]] | None:
-    return json.loads(path.read_text()) if path.exists() else None
+def load(path: Path, made_with: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """None where there is none, or one of another model, other tasks or other settings."""
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text())
+    return found["records"] if found["made_with"] == json.loads(json.dumps(made_with)) else None
 
 
 def _mean(values: Any) -> float | None:

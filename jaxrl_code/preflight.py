@@ -11,6 +11,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from ml_collections import ConfigDict
 
+from jaxrl_code.ppo.config import PPOConfig
+
 LOCAL_HINT = "or run the whole loop on this machine as it is: --config=configs/mlebench.py:local"
 
 
@@ -32,6 +34,11 @@ def weights_folder(path: str) -> Path | None:
         return None
 
 
+def ppo_config(config: ConfigDict) -> PPOConfig:
+    numbers = {name: value for name, value in config.ppo.items() if name != "buckets"}
+    return PPOConfig(temperature=config.rollout.temperature, **numbers)
+
+
 def data_root(config: ConfigDict) -> Path:
     if config.data.root:
         return Path(config.data.root).expanduser()
@@ -42,7 +49,7 @@ def data_root(config: ConfigDict) -> Path:
 def _weights(config: ConfigDict) -> list[str]:
     path, folder = config.model.path, weights_folder(config.model.path)
     if folder is None:
-        return [f"weights: model.path = {path!r} is no folder and not in the hub cache; get it with: hf download {path}"]
+        return [f"weights: model.path = {path!r} is no folder and not in the hub cache; get it: hf download {path}"]
     if not (folder / "config.json").is_file():
         return [f"weights: model.path = {path!r} holds no config.json; give a folder in Hugging Face format"]
     return []
@@ -83,18 +90,7 @@ def _check_values(c: ConfigDict) -> None:
         )
     if not 0 <= c.rollout.improve_share <= 1:
         raise ValueError(f"config.rollout.improve_share = {c.rollout.improve_share} must lie in [0, 1]")
-    rows = c.rollout.batch / c.ppo.minibatches
-    if rows % c.mesh.fsdp:
-        raise ValueError(
-            f"config.rollout.batch = {c.rollout.batch} in {c.ppo.minibatches} minibatches is {rows:g} rows, which "
-            f"mesh.fsdp = {c.mesh.fsdp} does not divide; set rollout.batch to a multiple of "
-            f"{c.ppo.minibatches * c.mesh.fsdp}"
-        )
-    if rows % c.ppo.micro_rows:
-        raise ValueError(
-            f"config.ppo.micro_rows = {c.ppo.micro_rows} does not divide a minibatch of {rows:g} rows "
-            f"(rollout.batch / ppo.minibatches); set it to a divisor of {rows:g}"
-        )
+    ppo_config(c).check_rows(c.rollout.batch, c.mesh.fsdp)
     longest = c.rollout.prompt_tokens + c.rollout.response_tokens
     if max(c.ppo.buckets) < longest:
         raise ValueError(

@@ -7,12 +7,14 @@ Start again with the same command to go on from the last checkpoint.
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from pathlib import Path
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/, with ':preset' behind it.", lock_config=True)
+CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/, ':preset' behind it.", lock_config=True)
 WORKDIR = flags.DEFINE_string("workdir", "", "Where checkpoints and metrics go; '' is runs/<config>-<preset>.")
 
 
@@ -22,14 +24,16 @@ def main(argv: list[str]) -> None:
     from jaxrl_code import trainer
 
     try:
-        run = trainer.prepare(config)
+        plan = trainer.plan(config)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    workdir = WORKDIR.value or f"runs/{config_name()}"
+    workdir = Path(WORKDIR.value or f"runs/{config_name()}")
     try:
-        trainer.train(run, workdir)
+        asyncio.run(trainer.train(plan, workdir))
     except trainer.Stop as stop:
         sys.exit(f"error: {stop}")
+    except KeyboardInterrupt:
+        sys.exit("stopped; the same command goes on from the last checkpoint")
 
 
 def parse(argv: list[str]) -> ConfigDict:

@@ -120,6 +120,7 @@ def _info(attempt: Attempt, text: str, run: Run) -> dict:
         "answer": text,
         "program": run.program,
         "output": terminal(run.result),
+        "detail": run.result.detail,
         "outcome": str(run.result.outcome),
         "score": score,  # the metric's own sign; None without a valid submission
         "wall_s": run.result.wall_s,
