@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 from typing import Protocol
 
 
@@ -54,6 +55,22 @@ class Job:
     seed: int = 0  # seeds `random` and `numpy.random` before the program starts
 
 
+def check(job: Job) -> None:
+    """Raises ValueError for a job that no backend could run as asked."""
+    if not os.path.isabs(job.data_dir) or not os.path.isdir(job.data_dir):
+        raise ValueError(f"data_dir: {job.data_dir!r} must be the absolute path of a folder that exists")
+    if not all(character.isascii() and (character.isalnum() or character in "-_") for character in job.nonce):
+        raise ValueError(f"nonce: {job.nonce!r} must be made of letters, digits, '-' and '_'")
+    if job.seed < 0:
+        raise ValueError(f"seed: {job.seed} must be >= 0")
+    lowest = {"wall_s": 0.001, "memory_mb": 64, "cpus": 0.01, "processes": 8, "scratch_mb": 1, "scratch_files": 8}
+    lowest |= {"output_keep_bytes": 1, "output_kill_bytes": 1, "submission_bytes": 1}
+    for name, least in lowest.items():
+        value = getattr(job.limits, name)
+        if not least <= value < float("inf"):
+            raise ValueError(f"limits.{name}: {value} must be a finite number >= {least}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Milestone:
     """A claim by the program that it did something, stamped by the host's clock when it arrived."""
@@ -77,7 +94,7 @@ class Result:
     output_head: str = ""  # stdout and stderr in order of arrival, milestone lines removed, control bytes escaped
     output_tail: str = ""  # '' when the head holds everything
     output_bytes: int = 0
-    submission: bytes | None = None
+    submission: bytes | None = None  # of an OK run only
     flags: tuple[str, ...] = ()  # e.g. 'weak_isolation', 'child_oom', 'output_trunc', 'left_processes'
     detail: str = ""  # one line for a person: why the outcome is what it is
 
@@ -98,6 +115,8 @@ class Sandbox(Protocol):
         """Checks the backend, removes what an earlier owner left behind, and says what is held back."""
         ...
 
-    async def run(self, job: Job) -> Result: ...
+    async def run(self, job: Job) -> Result:
+        """Raises ValueError for a job that can't be run as asked (`check`)."""
+        ...
 
     async def close(self) -> None: ...
