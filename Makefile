@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CONFIG ?= configs/mlebench.py:local
+DATA ?= data/mlebench
 
 .PHONY: help install train test lint
 help:
@@ -28,6 +29,7 @@ $(STAMP): setup.py
 	@touch $@
 
 train: $(STAMP)
+	$(BIN)/python launch/prepare.py --root=$(DATA)
 	$(BIN)/python launch/train.py --config=$(CONFIG) $(ARGS)
 
 test: $(STAMP)
