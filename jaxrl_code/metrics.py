@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
 GROUPS = ("actor", "critic", "rollout", "env", "time", "eval")
 NAME = re.compile(rf"({'|'.join(GROUPS)})(/[a-z0-9_.-]+)+")
