@@ -48,7 +48,16 @@ def parse(argv: list[str]) -> ConfigDict:
         config.to_dict()  # a config file that could not be read fails here
         return config
     except (flags.Error, AttributeError, KeyError, OSError, SyntaxError, TypeError, ValueError) as error:
-        sys.exit("error: " + " ".join(str(error).replace("\\'", "'").split()).strip("'\""))
+        sys.exit(f"error: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+    """One line. absl and ml_collections wrap the reason in tracebacks and in the repr of other errors."""
+    text = str(error).replace("\\n", "\n").replace("\\'", "'").strip()
+    if isinstance(error, AttributeError | KeyError):
+        return "unknown config key " + " ".join(text.replace("'", "").strip('"').split())
+    lines = text.splitlines()
+    return lines[-1].strip() if "Traceback" in text else " ".join(" ".join(lines).split())
 
 
 def config_name() -> str:
