@@ -28,7 +28,7 @@ PARAM_RULES: tuple[tuple[str, P], ...] = (
 )
 
 
-def make_mesh(fsdp: int = -1, tp: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(fsdp: int = -1, tp: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh over all devices; fsdp = -1 takes what tp leaves. ValueError when they don't multiply to the devices."""
     devices = jax.devices() if devices is None else devices
     if tp < 1 or fsdp == 0 or fsdp < -1:

@@ -118,7 +118,9 @@ def load(
     """
     path = Path(path)
     config = read_config(path, dtype=dtype, param_dtype=param_dtype, remat=remat)
-    shapes = traverse_util.flatten_dict(jax.eval_shape(Model(config, head).init, jax.random.key(0)), sep="/")
+    shapes: dict[str, Any] = traverse_util.flatten_dict(
+        jax.eval_shape(Model(config, head).init, jax.random.key(0)), sep="/"
+    )
     leaves = {ours: np.empty(shape.shape, shape.dtype) for ours, shape in shapes.items()}
     wanted = {
         TENSORS[ours].name.format(layer): (leaf[layer] if ours.startswith("layers/") else leaf, TENSORS[ours].inputs)

@@ -39,6 +39,9 @@ def attention(q_BTNH: jax.Array, keys_values: tuple[tuple[jax.Array, jax.Array, 
     """
     B, T, N, H = q_BTNH.shape
     K = keys_values[0][0].shape[2]
+    one_device = jax.sharding.get_abstract_mesh().size <= 1
+    if T > 1 and len(keys_values) == 1 and one_device and jax.default_backend() == "cpu":
+        return attention_by_head(q_BTNH, *keys_values[0])
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
     scores = [
         jnp.where(
@@ -57,7 +60,35 @@ def attention(q_BTNH: jax.Array, keys_values: tuple[tuple[jax.Array, jax.Array, 
     return out_BTKGH.reshape(B, T, N, H)
 
 
+def attention_by_head(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array) -> jax.Array:
+    """`attention` over one store, a row and a head at a time.
+
+    For CPUs: XLA's batched products there are several times slower than plain ones, and the scores of one head stay in
+    the processor's cache, forward and (recomputed) backward.
+    """
+    N, H = q_BTNH.shape[2:]
+    groups = N // k_BSKH.shape[2]
+
+    @jax.checkpoint
+    def head(q_TH: jax.Array, k_SH: jax.Array, v_SH: jax.Array, mask_TS: jax.Array) -> jax.Array:
+        scores_TS = jnp.einsum("TH,SH->TS", q_TH, k_SH, preferred_element_type=jnp.float32) * H**-0.5
+        scores_TS = jnp.where(mask_TS, scores_TS, MASKED)
+        weights_TS = jnp.exp(scores_TS - jax.lax.stop_gradient(scores_TS.max(axis=-1, keepdims=True)))
+        out_TH = jnp.einsum("TS,SH->TH", weights_TS.astype(q_TH.dtype), v_SH, preferred_element_type=jnp.float32)
+        return (out_TH / weights_TS.sum(axis=-1, keepdims=True)).astype(q_TH.dtype)
+
+    def row(arrays: tuple[jax.Array, ...]) -> jax.Array:
+        q_NTH, k_NSH, v_NSH, mask_TS = arrays
+        return jax.lax.map(lambda qkv: head(*qkv, mask_TS), (q_NTH, k_NSH, v_NSH))
+
+    k_BSNH, v_BSNH = jnp.repeat(k_BSKH, groups, axis=2), jnp.repeat(v_BSKH, groups, axis=2)
+    out_BNTH = jax.lax.map(row, (*(x.swapaxes(1, 2) for x in (q_BTNH, k_BSNH, v_BSNH)), mask_BTS))
+    return out_BNTH.swapaxes(1, 2)
+
+
 def swiglu(x_BTD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, down_FD: jax.Array) -> jax.Array:
     """(silu(x gate) * x up) down (https://arxiv.org/abs/2002.05202)."""
-    hidden_BTF = jax.nn.silu(jnp.einsum("BTD,DF->BTF", x_BTD, gate_DF)) * jnp.einsum("BTD,DF->BTF", x_BTD, up_DF)
-    return jnp.einsum("BTF,FD->BTD", hidden_BTF, down_FD)
+    # One row axis: the weight gradients then are plain matrix products, three times faster on a CPU.
+    x_RD = x_BTD.reshape(-1, x_BTD.shape[-1])
+    hidden_RF = jax.nn.silu(jnp.einsum("RD,DF->RF", x_RD, gate_DF)) * jnp.einsum("RD,DF->RF", x_RD, up_DF)
+    return jnp.einsum("RF,FD->RD", hidden_RF, down_FD).reshape(x_BTD.shape)

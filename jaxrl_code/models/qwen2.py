@@ -10,6 +10,7 @@ Params, with the layers stacked along axis 0 (value_head instead of lm_head in a
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -143,19 +144,16 @@ class Network(nn.Module):
         block, policy = Block, REMAT[c.remat]
         if policy is not None:
             block = nn.remat(Block, policy=policy, prevent_cse=False)  # a scan needs no barrier against CSE
-        blocks = nn.scan(
-            block,
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
-            length=c.layers,
+        in_axes: Any = (0, nn.broadcast, nn.broadcast, nn.broadcast)  # flax's annotation knows only one axis
+        blocks: Any = nn.scan(
+            block, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=in_axes, length=c.layers
         )(c, name="layers")
         embed_VD = constrain(_param(self, c, "embed", c.vocab_size, c.width), "tp", None)
         x_BTD = constrain(embed_VD[tokens_BT], "fsdp")
         rope = rope_tables(positions_BT, c.head_dim, c.rope_theta)
         x_BTD, new_kv = blocks(x_BTD, cache_LBSKH, mask_BTS, mask_BTT, rope)
         x_BTD = rms_norm(x_BTD, _param(self, c, "final_norm", c.width), c.rms_eps)
-        return x_BTD, None if cache is None else cache.append(*new_kv, valid_BT)
+        return x_BTD, None if cache is None else cache.append(new_kv[0], new_kv[1], valid_BT)
 
 
 class ValueHead(nn.Module):
@@ -183,7 +181,8 @@ class Model:
     def init(self, key: jax.Array) -> Params:
         """Random params in param_dtype; jit it with out_shardings for a large model."""
         tokens_BT = jnp.zeros((1, 1), jnp.int32)
-        return Network(self.config, self.head).init(key, tokens_BT, jnp.ones((1, 1), bool), None)["params"]
+        variables: Any = Network(self.config, self.head).init(key, tokens_BT, jnp.ones((1, 1), bool), None)
+        return variables["params"]
 
     def trunk(
         self, params: Params, tokens_BT: jax.Array, valid_BT: jax.Array, cache: KVCache | None = None
@@ -193,7 +192,8 @@ class Model:
         A token sees the cache of its row, and the valid tokens of `tokens_BT` up to itself. Prefill and decode are
         the same call: T = prompt bucket or T = 1, padding on any side, a row without a valid token left as it was.
         """
-        return Network(self.config, self.head).apply({"params": params}, tokens_BT, valid_BT, cache)
+        out: Any = Network(self.config, self.head).apply({"params": params}, tokens_BT, valid_BT, cache)
+        return out
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Float32 [..., V] of the next token, from hidden states [..., D]."""
