@@ -24,6 +24,8 @@ setup(
         "numpy>=2",
         "pandas>=2.2",
         "scikit-learn>=1.6",
+        # Real data sets for the built-in tasks (13 MB, every file with its licence).
+        "bokeh-sampledata>=2026.1",
     ],
     extras_require={
         "cuda": ["jax[cuda12]"],

@@ -19,30 +19,12 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from jaxrl_code.tasks import tables
+from jaxrl_code.tasks.tables import Table
+from sandbox.metrics import find
+
 PREPARE = "python launch/prepare.py"
 _OR_PREPARE = f", or for a built-in task run: {PREPARE} --ids ID"
-_SAMPLED_ROWS = 5_000  # kinds and missing values are judged by a table's first rows
-_FEW_LABELS = 20  # a text column with no more distinct values than this is a category
-
-
-@dataclasses.dataclass(frozen=True)
-class Column:
-    name: str
-    kind: str  # 'int', 'float', 'category' (few distinct texts) or 'text'
-    missing: bool  # has empty cells
-    labels: tuple[str, ...] = ()  # its distinct values where they are few
-
-
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """A CSV file of the public folder."""
-
-    file: str
-    rows: int
-    columns: tuple[Column, ...]
-
-    def has(self, name: str) -> bool:
-        return any(column.name == name for column in self.columns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,36 +140,37 @@ def load(root: str | Path, task_id: str) -> Competition:
         raise _bad(
             folder, "config.yaml has no grader", "set grader.name (a metric) or grader.grade_fn (module:function)"
         )
-    tables = _tables(folder, public)
-    submission = next(table for table in tables if table.file == sample.name) if sample.parent == public else None
-    submission = submission or _table(folder, sample)
-    columns = tuple(column.name for column in submission.columns)
+    public_tables = _tables(folder, public)
+    columns = tuple(column.name for column in _table(folder, sample).columns)
+    leaderboard = _leaderboard(folder)
+    metric, grade_fn = str(grader.get("name") or ""), str(grader.get("grade_fn") or "")
+    if not grade_fn:
+        _check_metric(folder, metric, lower_is_better=leaderboard[0] < leaderboard[-1])
     if len(columns) < 2:
         raise _bad(folder, f"{sample.name} has no column beside the id", "give it the id and the columns to predict")
-    by_file = {table.file: table for table in tables}
+    by_file = {table.file: table for table in public_tables}
     targets: tuple[str, ...] = ()
     if "train.csv" in by_file and "test.csv" in by_file:
         test = by_file["test.csv"]
         targets = tuple(column.name for column in by_file["train.csv"].columns if not test.has(column.name))
-    grade_fn = str(grader.get("grade_fn") or "")
     return Competition(
         id=task_id,
         name=str(config.get("name") or task_id),
         description=description.read_text(encoding="utf-8"),
-        metric="" if grade_fn else str(grader["name"]),
+        metric="" if grade_fn else metric,
         grade_fn=grade_fn,
         public_dir=public,
         sample_submission=sample,
         answers=answers,
-        leaderboard=_leaderboard(folder),
-        tables=tables,
+        leaderboard=leaderboard,
+        tables=public_tables,
         other_files=tuple(
             sorted(p.name for p in public.iterdir() if p.suffix != ".csv" and p.name != "description.md")
         ),
         id_column=columns[0],
         submission_columns=columns,
         target_columns=targets,
-        metric_label=str(grader.get("name") or grade_fn.rpartition(":")[2]),
+        metric_label=metric or grade_fn.rpartition(":")[2],
     )
 
 
@@ -230,6 +213,17 @@ def _file(folder: Path, config: dict[str, Any], field: str, example: str) -> Pat
     raise _bad(folder, f"{given} (dataset.{field}) is missing", "put the file there" + _OR_PREPARE)
 
 
+def _check_metric(folder: Path, name: str, *, lower_is_better: bool) -> None:
+    """A leaderboard the wrong way round would train the policy to be bad."""
+    try:
+        metric = find(name)
+    except ValueError as error:
+        raise _bad(folder, f"grader.name: {error}", "mend config.yaml") from None
+    if metric.lower_is_better != lower_is_better:
+        says = "the lowest score is best" if lower_is_better else "the highest score is best"
+        raise _bad(folder, f"leaderboard.csv says that {says}, which {name} is not", "put the best score first")
+
+
 def _leaderboard(folder: Path) -> tuple[float, ...]:
     path = folder / "leaderboard.csv"
     fix = "give it a 'score' column, best score first"
@@ -244,8 +238,6 @@ def _leaderboard(folder: Path) -> tuple[float, ...]:
         raise _bad(folder, "leaderboard.csv needs two finite scores or more", fix)
     if scores[0] == scores[-1]:
         raise _bad(folder, "leaderboard.csv begins and ends with the same score, so no direction is better", fix)
-    if list(scores) != sorted(scores, reverse=scores[0] > scores[-1]):
-        raise _bad(folder, "leaderboard.csv is not in order", fix)
     return scores
 
 
@@ -257,25 +249,6 @@ def _tables(folder: Path, public: Path) -> tuple[Table, ...]:
 
 def _table(folder: Path, path: Path) -> Table:
     try:
-        head = pd.read_csv(path, nrows=_SAMPLED_ROWS, encoding="utf-8-sig")
-        rows = len(head)
-        if rows == _SAMPLED_ROWS:
-            rows = len(pd.read_csv(path, usecols=[0], dtype=str, encoding="utf-8-sig"))
+        return tables.read(path)
     except (ValueError, OSError) as error:  # pandas' parser errors are ValueErrors
         raise _bad(folder, f"{path.name} cannot be read ({_line(error)})", "mend the file") from None
-    return Table(path.name, rows, tuple(_column(str(name), head[name]) for name in head.columns))
-
-
-def _column(name: str, values: pd.Series) -> Column:
-    missing = bool(values.isna().any())
-    present = values.dropna()
-    distinct = tuple(str(value) for value in sorted(present.unique(), key=str)[: _FEW_LABELS + 1])
-    if pd.api.types.is_bool_dtype(present):
-        kind = "category"
-    elif pd.api.types.is_numeric_dtype(present):
-        # A missing value turns a column of integers into floats.
-        kind = "int" if len(present) and (present % 1 == 0).all() else "float"
-    else:
-        kind = "category" if len(distinct) <= _FEW_LABELS else "text"
-    few = len(distinct) <= _FEW_LABELS and kind != "float"
-    return Column(name, kind, missing, distinct if few else ())

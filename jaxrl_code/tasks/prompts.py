@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from jaxrl_code.tasks.competition import Column, Competition, Table
+from jaxrl_code.tasks.competition import Competition
 from jaxrl_code.tasks.solutions import Solution
+from jaxrl_code.tasks.tables import Column, Table
 
 SYSTEM = (
     "You are a machine learning engineer. Plan in a few sentences, then write one complete program in a ```python "
