@@ -7,6 +7,8 @@
 "The paper" is arXiv 2509.01684. Presets: '' (the paper), local, 0.5b, 1.5b, 3b, 7b. Tuples, not lists; '' means unset.
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 PRESETS = ("", "local", "0.5b", "1.5b", "3b", "7b")
@@ -15,7 +17,7 @@ PRESETS = ("", "local", "0.5b", "1.5b", "3b", "7b")
 def get_config(preset: str = "") -> ConfigDict:
     if preset not in PRESETS:
         raise ValueError(f"no preset {preset!r} in configs/mlebench.py; choose from {', '.join(filter(None, PRESETS))}")
-    c = ConfigDict()
+    c: Any = ConfigDict()
     c.seed = 0
     c.steps = 100  # RL steps; the paper took 35 to 100
 

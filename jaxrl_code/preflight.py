@@ -16,7 +16,7 @@ from jaxrl_code.ppo.config import PPOConfig
 LOCAL_HINT = "or run the whole loop on this machine as it is: --config=configs/mlebench.py:local"
 
 
-def check(config: ConfigDict) -> None:
+def check(config: Any) -> None:
     """Raises ValueError: one line for a wrong value, one line each for what this machine lacks."""
     _check_values(config)
     lacks = [*_weights(config), *_data(config), *_devices(config)]
@@ -34,19 +34,19 @@ def weights_folder(path: str) -> Path | None:
         return None
 
 
-def ppo_config(config: ConfigDict) -> PPOConfig:
+def ppo_config(config: Any) -> PPOConfig:
     numbers = {name: value for name, value in config.ppo.items() if name != "buckets"}
     return PPOConfig(temperature=config.rollout.temperature, **numbers)
 
 
-def data_root(config: ConfigDict) -> Path:
+def data_root(config: Any) -> Path:
     if config.data.root:
         return Path(config.data.root).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "mle-bench" / "data"
 
 
-def _weights(config: ConfigDict) -> list[str]:
+def _weights(config: Any) -> list[str]:
     path, folder = config.model.path, weights_folder(config.model.path)
     if folder is None:
         return [f"weights: model.path = {path!r} is no folder and not in the hub cache; get it: hf download {path}"]
@@ -55,14 +55,14 @@ def _weights(config: ConfigDict) -> list[str]:
     return []
 
 
-def _data(config: ConfigDict) -> list[str]:
+def _data(config: Any) -> list[str]:
     root = data_root(config)
     if not root.is_dir():
         return [f"data: data.root = {str(root)!r} does not exist; make it with: python launch/prepare.py --root {root}"]
     return []
 
 
-def _devices(config: ConfigDict) -> list[str]:
+def _devices(config: Any) -> list[str]:
     asked, there = config.mesh.fsdp * config.mesh.tp, jax.device_count()
     if asked > there:
         return [
@@ -72,7 +72,7 @@ def _devices(config: ConfigDict) -> list[str]:
     return []
 
 
-def _check_values(c: ConfigDict) -> None:
+def _check_values(c: Any) -> None:
     for name, value in _leaves(c):
         if isinstance(value, list):
             raise ValueError(f"config.{name} = {value!r} is a list; write a tuple: {tuple(value)!r}")
@@ -106,14 +106,14 @@ def _check_values(c: ConfigDict) -> None:
         raise ValueError(f"config.sampler.kind = {c.sampler.kind!r} must be 'local'")
 
 
-def _leaves(config: ConfigDict, prefix: str = "") -> list[tuple[str, Any]]:
+def _leaves(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
     leaves = []
     for name, value in config.items():
         leaves += _leaves(value, f"{prefix}{name}.") if isinstance(value, ConfigDict) else [(prefix + name, value)]
     return leaves
 
 
-def _get(config: ConfigDict, dotted: str) -> Any:
+def _get(config: Any, dotted: str) -> Any:
     for name in dotted.split("."):
         config = config[name]
     return config

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from jaxrl_code import chat, display, evaluation, preflight
 from jaxrl_code.checkpoint import Checkpoints
@@ -23,9 +22,9 @@ from jaxrl_code.models import hf
 from jaxrl_code.models.qwen2 import Model, Qwen2Config
 from jaxrl_code.ppo import learner
 from jaxrl_code.ppo.config import PPOConfig
-from jaxrl_code.rewards import RewardConfig
+from jaxrl_code.rewards import reward
 from jaxrl_code.rollout.batching import make_batch
-from jaxrl_code.rollout.episode import World
+from jaxrl_code.rollout.episode import World, grade_spec
 from jaxrl_code.rollout.pipeline import Pipeline
 from jaxrl_code.rollout.stats import histograms, rollout_metrics
 from jaxrl_code.sampling.base import SamplingParams
@@ -48,7 +47,7 @@ class Stop(Exception):
 class Plan:
     """A config that was found good, and what was read to find that out. Nothing large is built yet."""
 
-    config: ConfigDict
+    config: Any
     weights: Path
     model: Qwen2Config
     ppo: PPOConfig
@@ -57,7 +56,7 @@ class Plan:
     prompt_limits: PromptLimits
 
 
-def plan(config: ConfigDict) -> Plan:
+def plan(config: Any) -> Plan:
     """Raises ValueError for whatever a user can get wrong, within seconds."""
     preflight.check(config)
     c = config
@@ -97,10 +96,7 @@ async def train(plan: Plan, workdir: Path) -> None:
         del params, critic
 
         checkpoints = Checkpoints(workdir, _identity(plan), c.checkpoint.keep)
-        found = checkpoints.restore(state)
-        first = 0
-        if found is not None:
-            first, state, host = found
+        first, state, host = _restored(checkpoints, state)
         metrics, compiles = Metrics(workdir, resume_step=first - 1), CompileCounter()
         screen = display.Display(c.steps, first)
         async with _world(plan, actor_model, state.actor, first, metrics, screen) as world:
@@ -108,7 +104,7 @@ async def train(plan: Plan, workdir: Path) -> None:
                 *(world, plan.tasks, SolutionBuffer(**c.buffer), plan.prompt_limits),
                 *(c.rollout.prompt_tokens, c.rollout.improve_share, c.seed),
             )
-            if found is not None:
+            if host is not None:
                 pipeline.load_state_dict(host["pipeline"])
                 screen.note(f"going on from step {first} of {c.steps} ({workdir})")
             before = await _evaluation(plan, world, workdir, metrics, 0, first)
@@ -163,12 +159,16 @@ async def _world(
         scratch_mb=c.sandbox.scratch_mb,
     )
     sampling = SamplingParams(c.rollout.response_tokens, plan.tokenizer.stop_ids, c.rollout.temperature)
-    rewards = RewardConfig(c.reward.invalid, c.reward.milestone)
+    pay = functools.partial(reward, invalid=c.reward.invalid, milestone=c.reward.milestone)
     try:
         held, _, _ = await asyncio.gather(sandbox.start(), grader.start(), sampler.start())
         screen.note(f"sandbox {held.backend}; not held back: {', '.join(held.not_held) or 'nothing'}")
         metrics.text(version, "env/sandbox", f"{held.backend}\n\nheld: {held.held}\n\nnot held: {held.not_held}")
-        yield World(sampler, sandbox, grader, plan.tokenizer, sampling, limits, rewards, metrics.phase)
+        try:
+            await asyncio.gather(*(grader.check(grade_spec(task)) for task in plan.tasks))
+        except ValueError as error:
+            raise Stop(str(error)) from error
+        yield World(sampler, sandbox, grader, plan.tokenizer, sampling, limits, pay, metrics.phase)
     finally:
         await asyncio.gather(sampler.close(), sandbox.close(), grader.close())
 
@@ -193,6 +193,14 @@ def _step(mesh: Mesh, update: learner.Update, reference: Any, state: Any, batch:
     with jax.set_mesh(mesh):  # a thread has its own
         args = () if reference is None else (reference(batch),)
         return jax.block_until_ready(update(state, batch, *args))
+
+
+def _restored(checkpoints: Checkpoints, state: learner.LearnerState) -> tuple[int, Any, dict[str, Any] | None]:
+    try:
+        found = checkpoints.restore(state)
+    except ValueError as error:  # of another model
+        raise Stop(str(error)) from error
+    return (0, state, None) if found is None else found
 
 
 def _save(checkpoints: Checkpoints, step: int, state: Any, host: dict[str, Any]) -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 
 from jaxrl_code.chat import Tokenizer
-from jaxrl_code.rewards import RewardConfig, reward
+from jaxrl_code.rewards import Reward
 from jaxrl_code.sampling.base import Request, Sampler, SamplingParams
 from jaxrl_code.tasks.competition import Competition
 from jaxrl_code.tasks.prompts import extract_program
 from jaxrl_code.tasks.solutions import Solution
 from jaxrl_code.types import Episode, Turn
-from sandbox.grader import Grade, Grader, GradeSpec
+from sandbox.grade import Grade, GradeSpec
+from sandbox.grader import Grader
 from sandbox.instrument import instrument
 from sandbox.protocol import Job, Limits, Outcome, Result, Sandbox
 
@@ -43,7 +44,7 @@ class World:
     tokenizer: Tokenizer
     sampling: SamplingParams
     limits: Limits
-    reward: RewardConfig
+    pay: Callable[..., Reward]  # `rewards.reward`, its numbers filled in
     phase: Callable[[str], contextlib.AbstractContextManager[None]]  # of the step's clock: 'sample', 'sandbox'
 
 
@@ -54,14 +55,14 @@ async def play(world: World, attempt: Attempt) -> Episode:
         text = world.tokenizer.decode(completion.ids)
     with world.phase("sandbox"):
         run = await run_answer(world, attempt, text)
-    paid = reward(run.result, run.grade, world.reward, lower_is_better=attempt.task.lower_is_better)
+    paid = world.pay(run.result, run.grade, lower_is_better=attempt.task.lower_is_better, planned=run.planned)
     turn = Turn(
         prompt_ids=attempt.prompt_ids,
         action_ids=completion.ids,
         action_logp=completion.logp,
         stop_reason=completion.stop_reason,
         policy_version=completion.version,
-        reward=paid.value,
+        reward=0.0 if paid.value is None else paid.value,
         reward_parts=paid.parts,
         duration_s=run.result.wall_s,
     )
@@ -73,6 +74,7 @@ class Run:
     program: str | None  # None: the answer held no complete program
     result: Result
     grade: Grade | None
+    planned: Collection[str] = ()  # milestones that the instrumenter found a place for
 
 
 async def run_answer(world: World, attempt: Attempt, text: str) -> Run:
@@ -82,19 +84,20 @@ async def run_answer(world: World, attempt: Attempt, text: str) -> Run:
         nothing = Result(attempt.run_id, Outcome.NO_SUBMISSION, detail="the answer holds no complete python block")
         return Run(None, nothing, None)
     nonce = secrets.token_hex(8)
-    try:
-        source = instrument(program, nonce).source
-    except ValueError:  # not Python, or not safely instrumentable: run it as it is, its own error is the feedback
-        source = program
+    source, planned = program, ()
+    with contextlib.suppress(ValueError):  # no Python, or not safe to instrument: it runs as it is, for its own error
+        instrumented = instrument(program, nonce)
+        source, planned = instrumented.source, instrumented.planned
     job = Job(attempt.run_id, source, str(attempt.task.public_dir), nonce, world.limits)
     result = await world.sandbox.run(job)
     if result.submission is None or result.outcome is Outcome.INFRA:
-        return Run(program, result, None)
+        return Run(program, result, None, planned)
     grade = await world.grader.grade(result.submission, grade_spec(attempt.task))
-    if not grade.valid:
-        outcome = Outcome.INFRA if grade.infra else Outcome.INVALID_SUBMISSION
-        result = dataclasses.replace(result, outcome=outcome, detail=grade.reason)
-    return Run(program, result, grade)
+    if grade.infra:
+        result = dataclasses.replace(result, outcome=Outcome.INFRA, detail=grade.detail)
+    elif not grade.valid and result.outcome is Outcome.OK:
+        result = dataclasses.replace(result, outcome=Outcome.INVALID_SUBMISSION, detail=str(grade.reason))
+    return Run(program, result, grade, planned)
 
 
 def grade_spec(task: Competition) -> GradeSpec:
