@@ -34,8 +34,8 @@ def reward(
     invalid: float = -10.0,
     milestone: float = 0.1,
 ) -> Reward:
-    """The paper's reward (arXiv 2509.01684): a valid submission's score, its sign flipped where lower is better; for
-    anything else `invalid` plus `milestone` for each distinct milestone reached, of those `planned` by the instrumenter.
+    """The paper's reward (arXiv 2509.01684): a valid submission's score, its sign flipped where lower is better; else
+    `invalid` plus `milestone` for each distinct milestone reached, of those `planned` by the instrumenter.
 
     A valid score is floored one milestone above the best that an invalid run can earn, so that no submission, however
     bad, is worse than none: a log loss of 34 would be. A grade decides validity, whatever the exit code: a program that
