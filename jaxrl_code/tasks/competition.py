@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -205,7 +206,7 @@ def _file(folder: Path, config: dict[str, Any], field: str, example: str) -> Pat
         fix = f"set it to e.g. {folder.name}/prepared/{example}"
         raise _bad(folder, f"config.yaml has no dataset.{field}", fix)
     for base in (folder.parent, folder):
-        path = (base / given).resolve()
+        path = Path(os.path.normpath(base / given))  # a link stays where it lies
         if path.is_file():
             if not path.is_relative_to(folder):
                 raise _bad(folder, f"dataset.{field} {given!r} lies outside it", "keep a task's files together")
