@@ -77,7 +77,6 @@ class DockerBackend:
     async def run(self, job: Job) -> Result:
         check(job)
         run = DockerRun(self._engine, job)
-        run.check_data()
         try:
             await run.go()
         except (OSError, TimeoutError, aiodocker.DockerError, aiohttp.ClientError) as error:

@@ -27,7 +27,6 @@ START_S = 60.0  # from start's return to a running interpreter
 POLL_S = 5.0  # the wait call has been seen to miss an exit (moby#35001)
 OWNER_LABEL, RUN_LABEL = "jaxrl-sandbox.owner", "jaxrl-sandbox.run"
 DEADLINE_LABEL, STATE_LABEL = "jaxrl-sandbox.deadline", "jaxrl-sandbox.state"
-FIRST_UID, UIDS = 100_000, 50_000  # a uid a run where the manager is root
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +72,8 @@ class DockerRun:
         self._group_name = f"{engine.owner.name}.{number}"
         self._name = f"sbx-{engine.owner.name}-{number}"
         self._path = engine.owner.folder / str(number)
-        self._uid = FIRST_UID + number % UIDS if os.geteuid() == 0 else os.geteuid()
+        self._uid = scratch.run_uid(engine.owner, number)
+        scratch.check_readable(job.data_dir, self._uid)
         self._output = Output(job.nonce, job.limits.output_keep_bytes)
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._end: asyncio.Future[End] = self._loop.create_future()
@@ -85,15 +85,6 @@ class DockerRun:
         self._evidence: Evidence | None = None
         self._wall_s = self._start_cpu_s = self._ready_epoch = 0.0
         self.fault = ""
-
-    def check_data(self) -> None:
-        """The container's user is nobody on this machine: what it is to read has to be readable by all."""
-        if self._uid == os.geteuid():
-            return
-        for path in (self._job.data_dir, *(entry.path for entry in os.scandir(self._job.data_dir))):
-            needed = 0o005 if os.path.isdir(path) else 0o004
-            if os.stat(path).st_mode & needed != needed:
-                raise ValueError(f"data_dir: {path} isn't readable by other users; chmod -R a+rX {self._job.data_dir}")
 
     async def go(self) -> None:
         engine, limits = self._engine, self._limits

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from sandbox import bwrap as box
-from sandbox import scratch
+from sandbox import scratch, seccomp
 from sandbox.cgroup import CgroupRoot, find_root
 from sandbox.local_run import LocalRun, Machine
 from sandbox.process import Process
@@ -41,10 +41,17 @@ class LocalBackend:
         groups = find_root() if self._wants["cgroups"] is not False else "turned off"
         if isinstance(groups, CgroupRoot):
             groups = await _join_works(groups, f"{owner.name}.probe")
-        bwrap, no_bwrap = self._find_bwrap(owner)
         mounts = scratch.can_mount(owner)
+        drops = mounts and os.geteuid() == 0
+        bwrap, no_bwrap = self._find_bwrap(owner, drops)
         self._machine = Machine(
-            owner, self._python, bwrap, groups if isinstance(groups, CgroupRoot) else None, mounts, self._hidden
+            owner,
+            self._python,
+            bwrap,
+            groups if isinstance(groups, CgroupRoot) else None,
+            mounts,
+            self._hidden,
+            drops and bool(bwrap),
         )
         await self._reap()
         lacks = {"bubblewrap": no_bwrap, "cgroups": groups if isinstance(groups, str) else ""}
@@ -88,14 +95,17 @@ class LocalBackend:
                 group.remove()
             machine.owner.remove_dead(name)
 
-    def _find_bwrap(self, owner: scratch.Owner) -> tuple[str, str]:
+    def _find_bwrap(self, owner: scratch.Owner, drops: bool) -> tuple[str, str]:
         """The path of a bubblewrap that works, or the reason why none does."""
         if self._wants["bubblewrap"] is False:
             return "", "turned off"
         path = shutil.which("bwrap")
         if path is None:
             return "", "not installed"
-        reason = box.works(path, self._python, owner.folder)
+        probe = owner.folder / "probe"
+        probe.mkdir()
+        reason = box.works(path, self._python, probe, os.geteuid() + 1 if drops else None)
+        scratch.remove_tree(probe)
         return ("", reason) if reason else (path, "")
 
     def _capabilities(self) -> Capabilities:
@@ -114,8 +124,8 @@ class LocalBackend:
             "cpu share": grouped,
             "scratch bytes": boxed or machine.mounts,
             "scratch files": machine.mounts,
-            "own uid a run": False,
-            "system call filter": False,
+            "own uid a run": machine.drops,
+            "system call filter": boxed and seccomp.program() is not None,
         }
         kind = f"local ({'bubblewrap' if boxed else 'plain process'}, {'cgroups' if grouped else 'no cgroups'})"
         return Capabilities(kind, *(tuple(name for name in holds if holds[name] is held) for held in (True, False)))

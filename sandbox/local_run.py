@@ -34,6 +34,7 @@ class Machine:
     cgroups: CgroupRoot | None
     mounts: bool
     hidden: tuple[str, ...]  # folders shown empty
+    drops: bool  # the manager is root, and a run has a user of its own
     numbers: itertools.count[int] = dataclasses.field(default_factory=itertools.count)
 
     @property
@@ -49,6 +50,10 @@ class LocalRun:
         self._loop = asyncio.get_running_loop()
         self._begin = self._loop.time()
         self._name = f"{machine.owner.name}.{next(machine.numbers)}"
+        self._uid = os.geteuid()
+        if machine.drops:
+            self._uid = scratch.run_uid(machine.owner, int(self._name.rpartition(".")[2]))
+            scratch.check_readable(job.data_dir, self._uid)
         self._path = machine.owner.folder / self._name.rpartition(".")[2]
         self._output = Output(job.nonce, job.limits.output_keep_bytes)
         self._ready = self._loop.create_future()
@@ -130,7 +135,7 @@ class LocalRun:
         if machine.cgroups is not None:
             self._group = machine.cgroups.create(self._name, limits)
         if machine.mounts:
-            scratch.make_sized(self._path, limits, os.geteuid())
+            scratch.make_sized(self._path, limits, self._uid)
         else:
             self._path.mkdir(mode=0o700)
         argv: list[str] = []
@@ -146,9 +151,21 @@ class LocalRun:
                 folder = self._inner_folder(program)
                 fds += [folder.program_fd, folder.channel_fd]
                 channel_fd = folder.channel_fd
-            argv = box.command(machine.bwrap, machine.python, limits, folder, self._job.data_dir, machine.hidden, write)
+            filter_fd = box.filter_pipe()
+            fds += [] if filter_fd is None else [filter_fd]
+            argv = box.command(
+                machine.bwrap,
+                machine.python,
+                limits,
+                folder,
+                self._job.data_dir,
+                hidden=machine.hidden,
+                uid=self._uid if machine.drops else None,
+                info_fd=write,
+                filter_fd=filter_fd,
+            )
         if not machine.bwrap or machine.mounts:
-            scratch.put(self._path, program, None if machine.bwrap else self._job.data_dir, os.geteuid())
+            scratch.put(self._path, program, None if machine.bwrap else self._job.data_dir, self._uid)
             self._folder_fd = scratch.open_folder(self._path)
         # RLIMIT_NPROC counts in the box's own user namespace, and root is exempt from it.
         nproc = limits.processes if machine.bwrap and machine.cgroups is None and os.geteuid() != 0 else 0

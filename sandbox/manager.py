@@ -54,6 +54,8 @@ class Manager:
 
     async def close(self) -> None:
         """Ends whatever runs, waits until nothing of it is left."""
+        if self._closed:
+            return
         self._closed = True
         while self._running:
             for task in self._running:

@@ -74,7 +74,7 @@ class Owner:
 def make_sized(path: Path, limits: Limits, uid: int) -> None:
     """A folder that is a file system of its own, with a cap on bytes and on files. Needs the right to mount."""
     path.mkdir(mode=0o700)
-    options = f"size={limits.scratch_mb}m,nr_inodes={limits.scratch_files},mode=0700,uid={uid},gid={uid}"
+    options = f"size={limits.scratch_mb}m,nr_inodes={limits.scratch_files},mode=0711,uid={uid},gid={uid}"
     if _libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", _MS_NOSUID | _MS_NODEV, options.encode()) != 0:
         code = ctypes.get_errno()
         path.rmdir()
@@ -101,6 +101,24 @@ def put(path: Path, program: bytes, data_dir: str | None, uid: int) -> None:
     if uid != os.geteuid():
         os.chown(path, uid, uid)
         os.chown(path / "program.py", uid, uid)
+
+
+FIRST_UID, UIDS = 100_000, 50_000  # a user a run, where the manager is root
+
+
+def run_uid(owner: Owner, number: int) -> int:
+    """The user to run as: nobody on this machine if the manager is root, else the manager's own."""
+    return FIRST_UID + (int(owner.name, 16) + number) % UIDS if os.geteuid() == 0 else os.geteuid()
+
+
+def check_readable(data_dir: str, uid: int) -> None:
+    """Raises ValueError where a run's own user couldn't read the data."""
+    if uid == os.geteuid():
+        return
+    for path in (data_dir, *(entry.path for entry in os.scandir(data_dir))):
+        needed = 0o005 if os.path.isdir(path) else 0o004
+        if os.stat(path).st_mode & needed != needed:
+            raise ValueError(f"data_dir: {path} isn't readable by other users; chmod -R a+rX {data_dir}")
 
 
 def open_folder(path: Path) -> int:
@@ -143,7 +161,7 @@ def read_submission(folder_fd: int, cap: int, root: str) -> tuple[bytes | None, 
         if error.errno in (errno.ENXIO, errno.EACCES, errno.EPERM):  # a socket, or no right to read
             return None, "not_a_file"
         raise
-    with os.fdopen(fd, "rb") as file:
+    try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             return None, "not_a_file"
@@ -151,7 +169,10 @@ def read_submission(folder_fd: int, cap: int, root: str) -> tuple[bytes | None, 
             return None, "hard_link"
         if status.st_size > cap:
             return None, "too_big"
-        return file.read(cap), ""
+        with os.fdopen(os.dup(fd), "rb") as file:
+            return file.read(cap), ""
+    finally:
+        os.close(fd)
 
 
 def remove_tree(path: Path) -> None:
