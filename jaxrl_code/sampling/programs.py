@@ -117,7 +117,7 @@ def programs(model: Model, slots: int, max_len: int, chunk: int, mesh: Mesh | No
         fsdp = "fsdp" if slots % mesh.shape.get("fsdp", slots + 1) == 0 else None
         tp = "tp" if config.kv_heads % mesh.shape.get("tp", config.kv_heads + 1) == 0 else None
         kv = NamedSharding(mesh, PartitionSpec(None, fsdp, None, tp, None))
-        cache = jax.tree.map(lambda x: kv if x.ndim == 5 else rest, jax.eval_shape(init_cache, config, slots, max_len))
+        cache = jax.tree.map(lambda x: kv if x.ndim == 5 else rest, jax.eval_shape(lambda: init_cache(config, slots, max_len)))
 
     def jit(f: Callable[..., Any], shardings: Any, **kwargs: Any) -> Any:
         return jax.jit(f, **kwargs) if mesh is None else jax.jit(f, out_shardings=shardings, **kwargs)
