@@ -109,6 +109,7 @@ class Tokenizer:
 
 def load(path: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer in a Hugging Face folder (or hub id), with the stop ids of its generation_config.json."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing is as it should be
     from transformers import AutoTokenizer  # takes two seconds to import
 
     try:
