@@ -134,9 +134,8 @@ class Operations:
         """Several columns of a frame: frame[["a", "b"]], frame[columns], [[...] for row in rows]."""
         match node:
             case ast.Subscript(value=ast.Name(id=name) | ast.Attribute(value=ast.Name(id=name)), slice=key):
-                one = isinstance(key, ast.Constant | ast.Compare) or bool(self.names.strings(key))
-                many = isinstance(key, ast.List | ast.Tuple | ast.ListComp | ast.Call)
-                return name in self.frames and (many or not one)
+                one = isinstance(key, ast.Constant | ast.Compare) or ast.unparse(key) in self.names.words
+                return name in self.frames and not one
             case ast.ListComp(elt=ast.List() | ast.Tuple() | ast.ListComp()):
                 return self._holds_frame(node)
         return False

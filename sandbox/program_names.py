@@ -68,6 +68,7 @@ class Names:
     def __init__(self, tree: ast.Module) -> None:
         self.paths: dict[str, str] = {}  # a name -> the dotted path that it was imported from
         self.texts: dict[str, tuple[str, ...]] = {}  # a name or attribute -> the strings in what was assigned to it
+        self.words: set[str] = set()  # names that are assigned one string
         self.kinds: dict[str, str] = {}  # a name or attribute -> 'model' or 'transformer'
         self.classes: dict[str, str] = {}  # a class of the program -> what it constructs
         nodes = list(ast.walk(tree))
@@ -98,6 +99,8 @@ class Names:
         key = ast.unparse(target)
         if texts := self.strings(value):
             self.texts[key] = texts
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            self.words.add(key)
         if isinstance(target, ast.Name) and isinstance(value, ast.Attribute | ast.Name):
             path = self.path(value)
             if path.partition(".")[0] != key:

@@ -232,6 +232,7 @@ def grade(submission, answers):
     assert list(answers.columns) == ["id", "y"] and answers["id"].dtype.kind == "i"
     return float((submission["y"].values * 1.0 - answers["y"].values).mean()) / 3
 def nan(submission, answers): return float("nan")
+def zero(submission, answers): return -0.0000001
 def broken(submission, answers): raise KeyError("ours")
 '''  # fmt: skip
 
@@ -252,6 +253,8 @@ def test_a_grade_function_of_mle_bench_form(tmp_path, monkeypatch):
     assert (
         grade(b"id,y\n1,1\n", competition(tmp_path, "", *two, grade_fn=f"{path}:nan")).reason is Reason.SCORE_NOT_FINITE
     )
+    zero = grade(b"id,y\n1,1\n", competition(tmp_path, "", *two, grade_fn=f"{path}:zero")).score
+    assert str(zero) == "0.0"
     with pytest.raises(KeyError, match="ours"):  # it fails on the sample as well
         grade(b"id,y\n1,1\n", competition(tmp_path, "", *two, grade_fn=f"{path}:broken"))
     with pytest.raises(ModuleNotFoundError):
