@@ -9,7 +9,6 @@ from sandbox.markers import parse_marker
 from sandbox.protocol import Milestone
 
 MAX_MARKER = 128  # bytes; a longer line is no marker
-MAX_MILESTONES = 64  # further markers are ordinary output, so that a flood of them costs no memory
 PRELUDE_KEEP = 1 << 16
 
 # Control bytes, zero-width and bidirectional characters would let a program write over an operator's terminal.
@@ -24,7 +23,7 @@ class Output:
     def __init__(self, nonce: str, keep_bytes: int) -> None:
         self.total = 0  # bytes printed by the program, markers included
         self.ready_at: float | None = None
-        self._milestones: list[tuple[str, float]] = []
+        self._milestones: dict[str, float] = {}  # the first time of each: a print in a loop repeats its claim
         self._nonce = nonce
         self._prefix = f"@@{nonce}:".encode() if nonce else b""
         self._keep = keep_bytes
@@ -53,7 +52,7 @@ class Output:
 
     @property
     def milestones(self) -> tuple[Milestone, ...]:
-        return tuple(Milestone(name, at - (self.ready_at or 0.0)) for name, at in self._milestones)
+        return tuple(Milestone(name, at - (self.ready_at or 0.0)) for name, at in self._milestones.items())
 
     def text(self) -> tuple[str, str]:
         """Head and tail; the tail is '' where the head holds everything."""
@@ -78,7 +77,7 @@ class Output:
     def _scan(self, data: bytes, at: float) -> None:
         self._pending = b""
         start = 0
-        while self._prefix and len(self._milestones) < MAX_MILESTONES:
+        while self._prefix:
             found = data.find(self._prefix, start)
             if found < 0:
                 held = _overlap(data[start:], self._prefix)
@@ -96,7 +95,7 @@ class Output:
                 start = found + len(self._prefix)
             else:  # also behind text without a newline, which a progress display may have left on the line
                 self._keep_bytes(data[start:found])
-                self._milestones.append((name, at))
+                self._milestones.setdefault(name, at)
                 start = end + 1
         self._keep_bytes(data[start:])
 
