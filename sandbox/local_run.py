@@ -221,8 +221,9 @@ class LocalRun:
         """Stands in for the limits that nothing on this machine enforces."""
         assert self._process is not None
         if self._machine.cgroups is None:
-            processes, resident, _ = await asyncio.to_thread(tree, self._process.pid)
-            if resident > self._limits.memory_mb << 20:
+            memory = self._limits.memory_mb << 20
+            processes, filled = await asyncio.to_thread(tree, self._process.pid, memory)
+            if filled > memory:
                 self._stop(End.MEMORY)
             elif processes > self._limits.processes:
                 self._stop(End.PROCESSES)

@@ -107,8 +107,11 @@ class Process:
             self.exited.set_result(code if code >= 0 else 128 - code)
 
 
-def tree(root: int) -> tuple[int, int, list[int]]:
-    """Processes below and including `root` or in its session: their number, resident bytes and pids."""
+def tree(root: int, worth_bytes: int) -> tuple[int, int]:
+    """Processes below and including `root` or in its session: their number, and the memory that they fill.
+
+    Memory is resident bytes, where those exceed `worth_bytes` with each shared page counted once (slower to read).
+    """
     page = resource.getpagesize()
     parents: dict[int, tuple[int, int, int]] = {}
     for name in os.listdir("/proc"):
@@ -122,4 +125,13 @@ def tree(root: int) -> tuple[int, int, list[int]]:
         found = {pid for pid, (parent, _, _) in parents.items() if parent in inside} - inside
         inside |= found
         grew = bool(found)
-    return len(inside), sum(parents[pid][2] for pid in inside), sorted(inside)
+    resident = sum(parents[pid][2] for pid in inside)
+    return len(inside), resident if resident <= worth_bytes else sum(map(_proportional, inside))
+
+
+def _proportional(pid: int) -> int:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+        for line in file:
+            if line.startswith(b"Pss:"):
+                return int(line.split()[1]) << 10
+    return 0

@@ -213,6 +213,16 @@ async def test_data_cannot_be_changed(run, data: Path) -> None:
     assert (data / "train.csv").read_text() == "a,b\n1,2\n"
 
 
+async def test_the_data_sets_that_tasks_are_made_of_are_hidden(run) -> None:
+    program = """
+import glob, importlib.util, os
+folder = os.path.dirname(importlib.util.find_spec("sklearn").origin)
+print(os.path.isdir(folder + "/datasets"), glob.glob(folder + "/datasets/data/*.[cg]*"))
+"""
+    result = await run(program)
+    assert result.output_head == "True []\n", result
+
+
 async def test_no_network(run) -> None:
     program = """
 import socket
