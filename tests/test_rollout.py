@@ -104,6 +104,18 @@ async def test_lower_is_better_flips_the_score() -> None:
     assert episode.reward == -0.25
 
 
+async def test_no_planted_print_shows_in_the_output() -> None:
+    class Quotes(Script):
+        async def run(self, job: Job) -> Result:
+            result = await super().run(job)
+            return dataclasses.replace(result, output_tail=f"line 1\n    {job.program.splitlines()[0]}\n")
+
+    script = Quotes(outcome=Outcome.USER_ERROR)
+    episode = await play(world(script), attempt(task()))
+    assert script.jobs[0].nonce not in episode.info["output"]
+    assert "    import os\n" in episode.info["output"] + "\n"
+
+
 async def test_a_score_of_zero_is_valid() -> None:
     episode = await play(world(Script(grade_=Grade(0.0, True, Reason.OK))), attempt(task()))
     assert episode.reward == 0.0

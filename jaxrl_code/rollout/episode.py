@@ -18,7 +18,7 @@ from jaxrl_code.tasks.solutions import Solution
 from jaxrl_code.types import Episode, Turn
 from sandbox.grade import Grade, GradeSpec
 from sandbox.grader import Grader
-from sandbox.instrument import instrument
+from sandbox.instrument import instrument, strip
 from sandbox.protocol import Job, Limits, Outcome, Result, Sandbox
 
 
@@ -90,6 +90,9 @@ async def run_answer(world: World, attempt: Attempt, text: str) -> Run:
         source, planned = instrumented.source, instrumented.planned
     job = Job(attempt.run_id, source, str(attempt.task.public_dir), nonce, world.limits)
     result = await world.sandbox.run(job)
+    # A traceback quotes the line that raised, with the print that was planted in it.
+    head, tail = (strip(output, nonce) for output in (result.output_head, result.output_tail))
+    result = dataclasses.replace(result, output_head=head, output_tail=tail)
     if result.submission is None or result.outcome is Outcome.INFRA:
         return Run(program, result, None, planned)
     grade = await world.grader.grade(result.submission, grade_spec(attempt.task))
