@@ -65,7 +65,8 @@ def conclude(job: Job, seen: Evidence, output: Output, *, wall_s: float, cpu_s: 
         output_head=head,
         output_tail=tail,
         output_bytes=output.total,
-        submission=seen.submission if outcome is Outcome.OK else None,
+        # A program that wrote its file and then fell over wrote its file; one that had to be killed didn't finish.
+        submission=seen.submission if outcome in (Outcome.OK, Outcome.USER_ERROR) else None,
         flags=tuple(name for name, holds in flags.items() if holds),
         detail=detail,
     )

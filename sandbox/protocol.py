@@ -94,7 +94,7 @@ class Result:
     output_head: str = ""  # stdout and stderr in order of arrival, milestone lines removed, control bytes escaped
     output_tail: str = ""  # '' when the head holds everything
     output_bytes: int = 0
-    submission: bytes | None = None  # of an OK run only
+    submission: bytes | None = None  # of a program that ended by itself, well or not
     flags: tuple[str, ...] = ()  # e.g. 'weak_isolation', 'child_oom', 'output_trunc', 'left_processes'
     detail: str = ""  # one line for a person: why the outcome is what it is
 

@@ -276,6 +276,19 @@ async def test_what_counts_as_a_submission(run, program: str, outcome: Outcome) 
     assert result.submission is None
 
 
+async def test_a_file_written_before_the_program_fell_over_is_kept(run) -> None:
+    result = await run("open('submission.csv', 'w').write('id,y\\n')\nraise SystemExit(3)")
+    assert result.outcome is Outcome.USER_ERROR, result
+    assert result.submission == b"id,y\n"
+
+
+async def test_a_killed_program_leaves_no_submission(run) -> None:
+    program = "open('submission.csv', 'w').write('id,y\\n')\nimport time; time.sleep(60)"
+    result = await run(program, wall_s=0.5)
+    assert result.outcome is Outcome.TIMEOUT, result
+    assert result.submission is None
+
+
 async def test_a_daemon_dies_with_its_program(run) -> None:
     program = """
 import os, time
