@@ -15,6 +15,9 @@ from sandbox.local_run import LocalRun, Machine
 from sandbox.process import Process
 from sandbox.protocol import Capabilities, Job, Limits, Result, check
 
+# Built-in tasks are made from data sets that these packages ship: shown in the box they would be the answers.
+DATA_SETS = ("sklearn/datasets/data", "bokeh_sampledata")
+
 
 class LocalBackend:
     """`bubblewrap` and `cgroups`: None uses them where they work, False never, True makes their lack an error."""
@@ -31,8 +34,7 @@ class LocalBackend:
         self._python = box.Python.find(python)
         self._wants = {"bubblewrap": bubblewrap, "cgroups": cgroups}
         self._state_dir = state_dir or scratch.default_state_dir("local")
-        data = (os.path.join(folder, "sklearn/datasets/data") for folder in self._python.packages)
-        # Built-in tasks are made from data sets that scikit-learn ships: shown in the box they would be the answers.
+        data = (os.path.join(folder, name) for folder in self._python.packages for name in DATA_SETS)
         self._hidden = tuple(path for path in (hidden if hidden is not None else data) if os.path.isdir(path))
         self._cleanups: set[asyncio.Task[None]] = set()
 

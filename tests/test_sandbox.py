@@ -219,9 +219,10 @@ async def test_the_data_sets_that_tasks_are_made_of_are_hidden(run) -> None:
 import glob, importlib.util, os
 folder = os.path.dirname(importlib.util.find_spec("sklearn").origin)
 print(os.path.isdir(folder + "/datasets"), glob.glob(folder + "/datasets/data/*.[cg]*"))
+print(glob.glob(os.path.dirname(folder) + "/bokeh_sampledata/*"))
 """
     result = await run(program)
-    assert result.output_head == "True []\n", result
+    assert result.output_head == "True []\n[]\n", result
 
 
 async def test_no_network(run) -> None:
