@@ -48,6 +48,8 @@ class Display:
         text = describe(row)
         if self._progress is not None:
             self._progress.update(self._task, completed=step + 1, description=text)
+            if step + 1 == self._total:
+                self.close()
             return
         spent, done = time.monotonic() - self._start, step + 1 - self._first
         left = spent / done * (self._total - step - 1)
@@ -116,6 +118,7 @@ def draw_curve(workdir: str | os.PathLike[str]) -> Path:
     """Draws learning_curve.png from metrics.jsonl, both in `workdir`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported late: half a second
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     rows = read_metrics(workdir)
     figure = Figure(figsize=(9, 6), layout="constrained")
@@ -125,6 +128,7 @@ def draw_curve(workdir: str | os.PathLike[str]) -> Path:
         axes.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=3)
         axes.set_title(title)
         axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         if name.endswith("_share"):
             axes.set_ylim(0, 1)

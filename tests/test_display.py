@@ -47,6 +47,13 @@ def test_a_bar_with_the_time_left_on_a_terminal():
     assert shown.endswith("\x1b[?25h")  # the cursor is given back
 
 
+def test_the_bar_ends_with_the_last_step():
+    out = console(force_terminal=True, legacy_windows=False)
+    screen = display.Display(1, console=out)
+    screen.step(0, ROW)
+    assert out.file.getvalue().endswith("\x1b[?25h")  # what is printed next stands below it
+
+
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3725, "1:02:05")])
 def test_clock(seconds, text):
     assert display.clock(seconds) == text
