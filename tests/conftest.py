@@ -18,6 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need a hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+IMAGE = "jaxrl-sandbox"
 REAL_MODEL = "qwen2.5-coder-0.5b-instruct"
 
 
@@ -34,7 +35,9 @@ def missing(component: str) -> str:
     if component == "docker":
         if not shutil.which("docker"):
             return "no docker client: apt-get install docker.io"
-        return "" if _runs("docker", "info") else "no Docker engine answers: start one with .ci/start_dockerd"
+        if not _runs("docker", "info"):
+            return "no Docker engine answers: start one with .ci/start_dockerd"
+        return "" if _runs("docker", "image", "inspect", IMAGE) else f"no image {IMAGE}: make it with sandbox/build_image"
     if component == "bwrap":
         if not shutil.which("bwrap"):
             return "no bubblewrap: apt-get install bubblewrap"
