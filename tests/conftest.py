@@ -37,7 +37,8 @@ def missing(component: str) -> str:
             return "no docker client: apt-get install docker.io"
         if not _runs("docker", "info"):
             return "no Docker engine answers: start one with .ci/start_dockerd"
-        return "" if _runs("docker", "image", "inspect", IMAGE) else f"no image {IMAGE}: make it with sandbox/build_image"
+        made = _runs("docker", "image", "inspect", IMAGE)
+        return "" if made else f"no image {IMAGE}: make it with sandbox/build_image"
     if component == "bwrap":
         if not shutil.which("bwrap"):
             return "no bubblewrap: apt-get install bubblewrap"
