@@ -31,37 +31,46 @@ def apply_rope(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
 
 
-def attention(q_BTNH: jax.Array, keys_values: tuple[tuple[jax.Array, jax.Array, jax.Array], ...]) -> jax.Array:
-    """Grouped-query attention over several stores of keys at once -> [B, T, N, H].
+def attention(
+    q_BTNH: jax.Array,
+    new: tuple[jax.Array, jax.Array, jax.Array],
+    cached: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+) -> jax.Array:
+    """Grouped-query attention over new keys and those of a cache at once -> [B, T, N, H].
 
-    A store is (k_BSKH, v_BSKH, mask_BTS, true where a query may look); the softmax runs over all of them together, so
-    that a cache is attended where it lies and never copied beside the new keys.
+    `new` is (k_BTKH, v_BTKH, mask_BTT) and `cached` (k_BKHS, v_BKSH, mask_BTS), the mask true where a query may look;
+    one softmax runs over both, so that a cache is attended where it lies and never copied beside the new keys.
     """
     B, T, N, H = q_BTNH.shape
-    K = keys_values[0][0].shape[2]
+    k_BTKH, v_BTKH, mask_BTT = new
+    K = k_BTKH.shape[2]
     one_device = jax.sharding.get_abstract_mesh().size <= 1
-    if T > 1 and len(keys_values) == 1 and one_device and jax.default_backend() == "cpu":
-        return attention_by_head(q_BTNH, *keys_values[0])
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
-    scores = [
-        jnp.where(
-            mask_BTS[:, None, None],
-            jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * H**-0.5,
-            MASKED,
-        )
-        for k_BSKH, _, mask_BTS in keys_values
-    ]
-    weights_BKGTS = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q_BTNH.dtype)
-    out_BTKGH, start = jnp.zeros((), q_BTNH.dtype), 0
-    for _, v_BSKH, _ in keys_values:
-        stop = start + v_BSKH.shape[1]
-        out_BTKGH += jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS[..., start:stop], v_BSKH)
-        start = stop
-    return out_BTKGH.reshape(B, T, N, H)
+    if T > 1 and one_device and jax.default_backend() == "cpu":
+        if cached is None:
+            return attention_by_head(q_BTNH, *new)
+        k_BSKH = jnp.concatenate([cached[0].transpose(0, 3, 1, 2), k_BTKH], axis=1)
+        v_BSKH = jnp.concatenate([cached[1].transpose(0, 2, 1, 3), v_BTKH], axis=1)
+        return attention_by_head(q_BTNH, k_BSKH, v_BSKH, jnp.concatenate([cached[2], mask_BTT], axis=-1))
+    # One axis X for all queries of a kv head, then plain batched products over [B, K]: XLA's CPU emitter makes copies
+    # of the whole cache for any other form.
+    q_BKXH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, K, -1, H)
+
+    def scores(subscripts: str, k: jax.Array, mask: jax.Array) -> jax.Array:
+        products = jnp.einsum(subscripts, q_BKXH, k, preferred_element_type=jnp.float32) * H**-0.5
+        return jnp.where(jnp.repeat(mask, N // K, axis=1)[:, None], products, MASKED)
+
+    scores_BKXS = scores("BKXH,BSKH->BKXS", k_BTKH, mask_BTT)
+    if cached is not None:
+        scores_BKXS = jnp.concatenate([scores("BKXH,BKHS->BKXS", cached[0], cached[2]), scores_BKXS], axis=-1)
+    weights_BKXS = jax.nn.softmax(scores_BKXS, axis=-1).astype(q_BTNH.dtype)
+    out_BKXH = jnp.einsum("BKXS,BSKH->BKXH", weights_BKXS[..., -v_BTKH.shape[1] :], v_BTKH)
+    if cached is not None:
+        out_BKXH += jnp.einsum("BKXS,BKSH->BKXH", weights_BKXS[..., : -v_BTKH.shape[1]], cached[1])
+    return out_BKXH.reshape(B, K, T, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
 
 
 def attention_by_head(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array) -> jax.Array:
-    """`attention` over one store, a row and a head at a time.
+    """`attention` over all stores as one, a row and a head at a time.
 
     For CPUs: XLA's batched products there are several times slower than plain ones, and the scores of one head stay in
     the processor's cache, forward and (recomputed) backward.

@@ -62,7 +62,7 @@ class Qwen2Config:
             raise ValueError(f"remat = {self.remat!r} must be one of {tuple(REMAT)}")
 
 
-Stores = tuple[tuple[jax.Array, jax.Array, jax.Array], ...]  # (k_BSKH, v_BSKH, mask_BTS), see layers.attention
+Cached = tuple[jax.Array, jax.Array, jax.Array] | None  # (k_BKHS, v_BKSH, mask_BTS), see layers.attention
 
 
 def _param(module: nn.Module, config: Qwen2Config, name: str, *shape: int) -> jax.Array:
@@ -77,7 +77,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BTD: jax.Array, cached: Stores, mask_BTT: jax.Array, rope: tuple[jax.Array, jax.Array]
+        self, x_BTD: jax.Array, cached: Cached, mask_BTT: jax.Array, rope: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         c = self.config
         D, N, K, H = c.width, c.heads, c.kv_heads, c.head_dim
@@ -85,7 +85,7 @@ class Attention(nn.Module):
         k_BTKH = jnp.einsum("BTD,DKH->BTKH", x_BTD, _param(self, c, "k", D, K, H)) + _param(self, c, "k_bias", K, H)
         v_BTKH = jnp.einsum("BTD,DKH->BTKH", x_BTD, _param(self, c, "v", D, K, H)) + _param(self, c, "v_bias", K, H)
         k_BTKH = apply_rope(k_BTKH, *rope)
-        out_BTNH = attention(apply_rope(q_BTNH, *rope), (*cached, (k_BTKH, v_BTKH, mask_BTT)))
+        out_BTNH = attention(apply_rope(q_BTNH, *rope), (k_BTKH, v_BTKH, mask_BTT), cached)
         return jnp.einsum("BTNH,NHD->BTD", out_BTNH, _param(self, c, "o", N, H, D)), (k_BTKH, v_BTKH)
 
 
@@ -103,16 +103,17 @@ class Block(nn.Module):
     """One decoder layer: the residual stream, and this layer's new keys and values if there is a cache to fill."""
 
     config: Qwen2Config
+    keep: bool
 
     @nn.compact
-    def __call__(self, x_BTD, cache_BSKH, mask_BTS, mask_BTT, rope):
+    def __call__(self, x_BTD, cache, mask_BTS, mask_BTT, rope):
         c = self.config
-        cached = () if cache_BSKH is None else ((*cache_BSKH, mask_BTS),)
+        cached = None if cache is None else (*cache, mask_BTS)
         h_BTD = rms_norm(x_BTD, _param(self, c, "attn_norm", c.width), c.rms_eps)
         h_BTD, new_kv = Attention(c, name="attn")(h_BTD, cached, mask_BTT, rope)
         x_BTD = constrain(x_BTD + h_BTD, "fsdp")
         h_BTD = rms_norm(x_BTD, _param(self, c, "mlp_norm", c.width), c.rms_eps)
-        return constrain(x_BTD + Mlp(c, name="mlp")(h_BTD), "fsdp"), None if cache_BSKH is None else new_kv
+        return constrain(x_BTD + Mlp(c, name="mlp")(h_BTD), "fsdp"), new_kv if self.keep else None
 
 
 class Network(nn.Module):
@@ -123,7 +124,7 @@ class Network(nn.Module):
 
     @nn.compact
     def __call__(
-        self, tokens_BT: jax.Array, valid_BT: jax.Array, cache: KVCache | None
+        self, tokens_BT: jax.Array, valid_BT: jax.Array, cache: KVCache | None, fresh: bool = False
     ) -> tuple[jax.Array, KVCache | None]:
         c, T = self.config, tokens_BT.shape[1]
         if self.head == "value":
@@ -134,12 +135,12 @@ class Network(nn.Module):
         # A token's position is the number of valid tokens before it, so padding on either side shifts nothing.
         positions_BT = jnp.maximum(jnp.cumsum(valid_BT, axis=1) - 1, 0)
         mask_BTT = jnp.tril(jnp.ones((T, T), bool)) & valid_BT[:, None, :]
-        mask_BTS, cache_LBSKH = None, None
-        if cache is not None:
+        mask_BTS, stores = None, None
+        if cache is not None and not fresh:
             positions_BT = positions_BT + cache.length_B[:, None]
-            seen_BS = jnp.arange(cache.k_LBSKH.shape[2]) < cache.length_B[:, None]
+            seen_BS = jnp.arange(cache.v_LBKSH.shape[3]) < cache.length_B[:, None]
             mask_BTS = jnp.broadcast_to(seen_BS[:, None, :], (*tokens_BT.shape, seen_BS.shape[1]))
-            cache_LBSKH = (cache.k_LBSKH, cache.v_LBSKH)
+            stores = (cache.k_LBKHS, cache.v_LBKSH)
 
         block, policy = Block, REMAT[c.remat]
         if policy is not None:
@@ -147,11 +148,11 @@ class Network(nn.Module):
         in_axes: Any = (0, nn.broadcast, nn.broadcast, nn.broadcast)  # flax's annotation knows only one axis
         blocks: Any = nn.scan(
             block, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=in_axes, length=c.layers
-        )(c, name="layers")
+        )(c, cache is not None, name="layers")
         embed_VD = constrain(_param(self, c, "embed", c.vocab_size, c.width), "tp", None)
         x_BTD = constrain(embed_VD[tokens_BT], "fsdp")
         rope = rope_tables(positions_BT, c.head_dim, c.rope_theta)
-        x_BTD, new_kv = blocks(x_BTD, cache_LBSKH, mask_BTS, mask_BTT, rope)
+        x_BTD, new_kv = blocks(x_BTD, stores, mask_BTS, mask_BTT, rope)
         x_BTD = rms_norm(x_BTD, _param(self, c, "final_norm", c.width), c.rms_eps)
         return x_BTD, None if cache is None else cache.append(new_kv[0], new_kv[1], valid_BT)
 
@@ -185,14 +186,20 @@ class Model:
         return variables["params"]
 
     def trunk(
-        self, params: Params, tokens_BT: jax.Array, valid_BT: jax.Array, cache: KVCache | None = None
+        self,
+        params: Params,
+        tokens_BT: jax.Array,
+        valid_BT: jax.Array,
+        cache: KVCache | None = None,
+        fresh: bool = False,
     ) -> tuple[jax.Array, KVCache | None]:
         """Final hidden states [B, T, D] in the compute dtype, and the cache with the valid tokens appended.
 
         A token sees the cache of its row, and the valid tokens of `tokens_BT` up to itself. Prefill and decode are
         the same call: T = prompt bucket or T = 1, padding on any side, a row without a valid token left as it was.
+        `fresh`: the cache is empty, so no time is spent looking into it.
         """
-        out: Any = Network(self.config, self.head).apply({"params": params}, tokens_BT, valid_BT, cache)
+        out: Any = Network(self.config, self.head).apply({"params": params}, tokens_BT, valid_BT, cache, fresh)
         return out
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:

@@ -113,6 +113,7 @@ class Engine:
     def warm_up(self, truncated: bool) -> None:
         """Compile every shape, with no job running."""
         assert not self.busy
+        self.copied(self._params)  # once more: this thread may have another mesh set than the one that made the engine
         for bucket in self.buckets:
             row = self._programs.prefill(self._params, np.zeros(bucket, np.int32), np.int32(0))
             self._cache = self._programs.insert(self._cache, row, np.int32(0))

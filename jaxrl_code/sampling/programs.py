@@ -86,7 +86,8 @@ def decode(
 def prefill(model: Model, params: Params, tokens_P: jax.Array, count: jax.Array) -> KVCache:
     """A cache of one row that holds the first `count` tokens."""
     P = tokens_P.shape[0]
-    _, row = model.trunk(params, tokens_P[None], (jnp.arange(P) < count)[None], init_cache(model.config, 1, P))
+    empty = init_cache(model.config, 1, P)
+    _, row = model.trunk(params, tokens_P[None], (jnp.arange(P) < count)[None], empty, fresh=True)
     assert row is not None  # it is what was passed
     return row
 
@@ -116,11 +117,20 @@ def programs(model: Model, slots: int, max_len: int, chunk: int, mesh: Mesh | No
         rest = NamedSharding(mesh, PartitionSpec())
         fsdp = "fsdp" if slots % mesh.shape.get("fsdp", slots + 1) == 0 else None
         tp = "tp" if config.kv_heads % mesh.shape.get("tp", config.kv_heads + 1) == 0 else None
-        kv = NamedSharding(mesh, PartitionSpec(None, fsdp, None, tp, None))
-        cache = jax.tree.map(lambda x: kv if x.ndim == 5 else rest, jax.eval_shape(lambda: init_cache(config, slots, max_len)))
+        kv = NamedSharding(mesh, PartitionSpec(None, fsdp, tp, None, None))
+        shapes = jax.eval_shape(lambda: init_cache(config, slots, max_len))
+        cache = jax.tree.map(lambda x: kv if x.ndim == 5 else rest, shapes)
 
     def jit(f: Callable[..., Any], shardings: Any, **kwargs: Any) -> Any:
-        return jax.jit(f, **kwargs) if mesh is None else jax.jit(f, out_shardings=shardings, **kwargs)
+        if mesh is None:
+            return jax.jit(f, **kwargs)
+        abstract = mesh.abstract_mesh
+
+        def under_mesh(*args: Any) -> Any:  # the mesh that the caller has set is its thread's, not the sampler's
+            with jax.sharding.use_abstract_mesh(abstract):
+                return f(*args)
+
+        return jax.jit(under_mesh, out_shardings=shardings, **kwargs)
 
     return Programs(
         new_cache=jit(lambda: init_cache(config, slots, max_len), cache),
