@@ -83,7 +83,7 @@ async def train(plan: Plan, workdir: Path) -> None:
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / "config.json").write_text(c.to_json_best_effort(indent=1))
     mesh = make_mesh(c.mesh.fsdp, c.mesh.tp, jax.devices()[: c.mesh.fsdp * c.mesh.tp])
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), contextlib.ExitStack() as stack:
         actor_model, critic_model = Model(plan.model), Model(plan.model, "value")
         _, params = hf.load(plan.weights, dtype=c.model.dtype, param_dtype=c.model.param_dtype, remat=c.model.remat)
         critic = hf.critic_from_policy(params)
@@ -97,8 +97,9 @@ async def train(plan: Plan, workdir: Path) -> None:
 
         checkpoints = Checkpoints(workdir, _identity(plan), c.checkpoint.keep)
         first, state, host = _restored(checkpoints, state)
-        metrics, compiles = Metrics(workdir, resume_step=first - 1), CompileCounter()
-        screen = display.Display(c.steps, first)
+        metrics = stack.enter_context(contextlib.closing(Metrics(workdir, resume_step=first - 1)))
+        compiles = stack.enter_context(contextlib.closing(CompileCounter()))
+        screen = stack.enter_context(display.Display(c.steps, first))
         async with _world(plan, actor_model, state.actor, first, metrics, screen) as world:
             pipeline = Pipeline(
                 *(world, plan.tasks, SolutionBuffer(**c.buffer), plan.prompt_limits),
@@ -129,7 +130,6 @@ async def train(plan: Plan, workdir: Path) -> None:
                         _save(checkpoints, step + 1, state, {"pipeline": pipeline.state_dict()})
 
             after = await _evaluation(plan, world, workdir, metrics, c.steps, first)
-        metrics.close()
         hf.save(workdir / "policy", plan.model, jax.device_get(state.actor))
     display.finish(workdir, before, after)
 
