@@ -30,14 +30,15 @@ def log_probs(tokens_BT: jax.Array, valid_BT: jax.Array) -> jax.Array:
 
 
 def make_params(model: Model) -> Params:
-    """Weights of the size of trained ones: at 0.02 attention is flat and a wrong mask hardly shows."""
-    leaves, tree = jax.tree.flatten(jax.jit(model.init)(jax.random.key(0)))
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    return tree.unflatten([x + 0.3 * jax.random.normal(k, x.shape, x.dtype) for x, k in zip(leaves, keys, strict=True)])
+    """Weights of the size of trained ones (at 0.02 attention is flat and a wrong mask hardly shows), by numpy: jax
+    would compile a random generator for each shape."""
+    normal = np.random.default_rng(0).standard_normal
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    return jax.tree.map(lambda leaf: jnp.asarray(0.3 * normal(leaf.shape), leaf.dtype), shapes)
 
 
 PARAMS = make_params(MODEL)
-TOKENS = np.asarray(jax.random.randint(jax.random.key(2), (3, 9), 0, CONFIG.vocab_size), np.int32)
+TOKENS = np.random.default_rng(2).integers(0, CONFIG.vocab_size, (3, 9)).astype(np.int32)
 VALID = np.ones(TOKENS.shape, bool)
 
 

@@ -143,9 +143,7 @@ def load(
             tensor = readers[files[name]].get_tensor(name)
             out, into = math.prod(view.shape[inputs:]), math.prod(view.shape[:inputs])
             if tensor.size != view.size or (inputs and tensor.shape != (out, into)):
-                raise ValueError(
-                    f"{path}: {name} has shape {tensor.shape}, which config.json says should fit {view.shape}"
-                )
+                raise ValueError(f"{path}: {name} of shape {tensor.shape} does not fit {view.shape} of config.json")
             view[...] = (tensor.T if inputs else tensor).reshape(view.shape)
     return config, traverse_util.unflatten_dict(leaves, sep="/")
 
