@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import warnings
 from concurrent.futures import Future
 
 import jax
@@ -17,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from jaxrl_code.models.cache import KVCache
 from jaxrl_code.models.qwen2 import Model
-from jaxrl_code.sampling.base import Completion, Request
+from jaxrl_code.sampling.base import Completion, Request, SamplingParams
 from jaxrl_code.sampling.programs import Rows, programs
 from jaxrl_code.types import Params
 
@@ -53,7 +54,7 @@ class Engine:
         chunk: int,
         version: int,
     ) -> None:
-        self.model, self.max_len, self.buckets = model, max_len, prompt_buckets
+        self.model, self.max_len, self.buckets, self.chunk = model, max_len, prompt_buckets, chunk
         sharding = jax.tree.leaves(params)[0].sharding
         self._programs = programs(
             model, slots, max_len, chunk, sharding.mesh if isinstance(sharding, NamedSharding) else None
@@ -111,14 +112,30 @@ class Engine:
         self._next = (params, version)
 
     def warm_up(self, truncated: bool) -> None:
-        """Compile every shape, with no job running."""
+        """Compile every shape, with no job running, and check that the slots compute the same bits."""
         assert not self.busy
         self.copied(self._params)  # once more: this thread may have another mesh set than the one that made the engine
         for bucket in self.buckets:
             row = self._programs.prefill(self._params, np.zeros(bucket, np.int32), np.int32(0))
             self._cache = self._programs.insert(self._cache, row, np.int32(0))
-        for self._truncated in (True, False) if truncated else (False,):
+        if truncated:
+            self._truncated = True
             self._decode()
+        prompt = np.arange(min(self.buckets[-1], self.max_len - self.chunk), dtype=np.int32)
+        probe = Request(prompt % self.model.config.vocab_size, SamplingParams(self.chunk, ()), seed=0)
+        jobs = [Job(probe) for _ in self._slots]
+        self.waiting.extend(jobs)
+        while self.busy:
+            self.step()
+        if len({job.future.result().logp.tobytes() for job in jobs}) > 1:
+            warnings.warn(
+                f"the log-probs of a request depend on its slot here: with slots = {len(jobs)}, a resumed run will not "
+                "repeat an uninterrupted one exactly. Another number of slots (16, 32, 64...) may",
+                RuntimeWarning,
+                stacklevel=1,
+            )
+        self._prompts.clear()
+        self.steps = 0
 
     def step(self) -> None:
         """Fill the free slots, decode a chunk, resolve what has ended."""

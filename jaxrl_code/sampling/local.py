@@ -48,6 +48,9 @@ class LocalSampler:
         for name, value in (("slots", slots), ("max_len", max_len), ("decode_chunk", decode_chunk)):
             if value < 1:
                 raise ValueError(f"{name} = {value} must be at least 1")
+        if slots % 8:
+            # XLA's products take rows in tiles; those of a last, incomplete tile can come out with other bits.
+            raise ValueError(f"slots = {slots} must be a multiple of 8, or answers depend on the slot they were given")
         if model.head != "lm":
             raise ValueError(f"the sampler needs a model with head 'lm', not {model.head!r}")
         if max_len > model.config.max_len:
