@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_code.models.logprob import logp_and_entropy, token_logp_and_entropy
+from jaxrl_code.models.logprob import action_logp_and_entropy, logp_and_entropy, token_logp_and_entropy
 from jaxrl_code.models.qwen2 import Model, Qwen2Config
 from jaxrl_code.types import Params
 
@@ -95,3 +95,25 @@ def test_large_bfloat16_logits_keep_float32_precision() -> None:
 def test_a_temperature_without_a_distribution_is_refused(temperature: float) -> None:
     with pytest.raises(ValueError, match=r"temperature = .* must be above 0"):
         logp_and_entropy(jnp.zeros(3), jnp.array(0), temperature)
+
+
+@pytest.mark.parametrize("chunk", [1, 9, 10_000])
+def test_actions_alone_equal_all_tokens_and_their_gradient(chunk: int) -> None:
+    model = Model(Qwen2Config(**SHAPE))
+    # Two turns; nothing; t = 0, which has no past.
+    action_BT = jnp.array([[0, 0, 1, 1, 0, 0, 1], [0] * 7, [1, 0, 0, 0, 0, 1, 0]], bool)
+    mask_BT = action_BT.at[:, 0].set(False)
+
+    def total(actions_only: bool, params: Params, hidden_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if actions_only:
+            pair = action_logp_and_entropy(model, params, hidden_BTD, TOKENS, action_BT, 0.7, chunk=chunk)
+        else:
+            pair = token_logp_and_entropy(model, params, hidden_BTD, TOKENS, 0.7)
+        both = jnp.where(mask_BT, jnp.stack(pair), 0.0)
+        return (both[0] + 0.3 * both[1] ** 2).sum(), jnp.stack(pair)
+
+    grad = jax.value_and_grad(total, argnums=(1, 2), has_aux=True)
+    (_, got), got_grad = grad(True, {"embed": HEAD.T}, HIDDEN)
+    (_, want), want_grad = grad(False, {"embed": HEAD.T}, HIDDEN)
+    np.testing.assert_allclose(got, jnp.where(mask_BT, want, 0.0), atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got_grad, want_grad)

@@ -40,30 +40,76 @@ def token_logp_and_entropy(
     `chunk` tokens (over all rows) go through the lm head at a time, and again in the backward pass; float32 logits of
     Qwen2.5 take 0.6 MB a token. A value is meaningful where the token before is valid, and finite everywhere.
     """
+    previous_BTD = jnp.pad(hidden_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    logp_BT, entropy_BT = _chunked(model, params, previous_BTD, tokens_BT, None, temperature, chunk)
+    return logp_BT.at[:, 0].set(0.0), entropy_BT.at[:, 0].set(0.0)
+
+
+def action_logp_and_entropy(
+    model: Model,
+    params: Params,
+    hidden_BTD: jax.Array,
+    tokens_BT: jax.Array,
+    action_BT: jax.Array,
+    temperature: float | jax.Array,
+    *,
+    chunk: int = 1024,
+) -> tuple[jax.Array, jax.Array]:
+    """`token_logp_and_entropy` where action_BT is true (never at t = 0), 0 elsewhere: only actions meet the lm head.
+
+    Each row's actions are moved to its front, and the chunks behind the last one are skipped. Prompts are most of a
+    batch, and the head is a good part of a small model and of one with a vocabulary of 150,000.
+    """
+    action_BT = action_BT & (jnp.arange(tokens_BT.shape[1]) > 0)
+    order_BT = jnp.argsort(~action_BT, axis=1, stable=True)
+    previous_BTD = jnp.take_along_axis(hidden_BTD, jnp.maximum(order_BT - 1, 0)[..., None], axis=1)
+    front_BT, wanted_BT = (jnp.take_along_axis(x, order_BT, axis=1) for x in (tokens_BT, action_BT))
+    packed = _chunked(model, params, previous_BTD, front_BT, wanted_BT, temperature, chunk)
+    back_BT = jnp.argsort(order_BT, axis=1)
+    logp_BT, entropy_BT = (jnp.take_along_axis(x, back_BT, axis=1) for x in packed)
+    return logp_BT, entropy_BT
+
+
+def _chunked(
+    model: Model,
+    params: Params,
+    previous_BTD: jax.Array,
+    tokens_BT: jax.Array,
+    wanted_BT: jax.Array | None,
+    temperature: float | jax.Array,
+    chunk: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probs and entropies from the hidden states beside the tokens; where not wanted 0, whole chunks uncomputed."""
     _check_temperature(temperature)
-    B, T, D = hidden_BTD.shape
+    B, T = tokens_BT.shape
     steps = max(1, min(T, chunk // B))  # cut along T, so that rows stay on the devices that hold them
     chunks = -(-T // steps)
-    padding = chunks * steps - T
-    previous_BTD = jnp.pad(hidden_BTD[:, :-1], ((0, 0), (1, padding), (0, 0)))
-    padded_BT = jnp.pad(tokens_BT, ((0, 0), (0, padding)))
 
-    @jax.checkpoint
-    def one_chunk(args: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        hidden, tokens = args
+    def split(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, ((0, 0), (0, chunks * steps - T), *((0, 0) for _ in x.shape[2:])))
+        return x.reshape(B, chunks, steps, *x.shape[2:]).swapaxes(0, 1)
+
+    def compute(hidden: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         return logp_and_entropy(model.logits(params, hidden), tokens, temperature)
 
-    pieces = (
-        previous_BTD.reshape(B, chunks, steps, D).swapaxes(0, 1),
-        padded_BT.reshape(B, chunks, steps).swapaxes(0, 1),
-    )
-    logp, entropy = jax.lax.map(one_chunk, pieces)
-    has_past_T = jnp.arange(T) > 0
+    def skip(hidden: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros(tokens.shape), jnp.zeros(tokens.shape)
 
-    def align(x: jax.Array) -> jax.Array:
-        return jnp.where(has_past_T, x.swapaxes(0, 1).reshape(B, chunks * steps)[:, :T], 0.0)
+    @jax.checkpoint  # around the branch: inside it, the head's weights would be kept once a chunk
+    def one_chunk(args: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        if wanted_BT is None:
+            return compute(*args)
+        hidden, tokens, wanted = args
+        return jax.lax.cond(wanted.any(), compute, skip, hidden, tokens)
 
-    return align(logp), align(entropy)
+    arrays = (previous_BTD, tokens_BT) if wanted_BT is None else (previous_BTD, tokens_BT, wanted_BT)
+    outs = jax.lax.map(one_chunk, tuple(split(x) for x in arrays))
+
+    def join(x: jax.Array) -> jax.Array:
+        x_BT = x.swapaxes(0, 1).reshape(B, chunks * steps)[:, :T]
+        return x_BT if wanted_BT is None else jnp.where(wanted_BT, x_BT, 0.0)
+
+    return join(outs[0]), join(outs[1])
 
 
 def _check_temperature(temperature: float | jax.Array) -> None:

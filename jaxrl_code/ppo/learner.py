@@ -11,7 +11,7 @@ import optax
 from flax import struct
 from jax.sharding import Mesh
 
-from jaxrl_code.models.logprob import token_logp_and_entropy
+from jaxrl_code.models.logprob import action_logp_and_entropy
 from jaxrl_code.models.qwen2 import Model
 from jaxrl_code.ppo import losses
 from jaxrl_code.ppo.advantages import gae, masked_mean, whiten
@@ -81,9 +81,9 @@ def state_shardings(mesh: Mesh, state: LearnerState) -> LearnerState:
 
 
 def policy_forward(model: Model, params: Params, rows: Rows, temperature: float) -> tuple[jax.Array, jax.Array]:
-    """(logp_BT, entropy_BT) of the sampled tokens at the sampling temperature, token-aligned."""
+    """(logp_BT, entropy_BT) of the sampled tokens at the sampling temperature, token-aligned, 0 off actions."""
     hidden_BTD, _ = model.trunk(params, rows["tokens_BT"], rows["valid_BT"])
-    return token_logp_and_entropy(model, params, hidden_BTD, rows["tokens_BT"], temperature)
+    return action_logp_and_entropy(model, params, hidden_BTD, rows["tokens_BT"], rows["action_BT"], temperature)
 
 
 def value_forward(model: Model, params: Params, rows: Rows) -> tuple[jax.Array, jax.Array]:
