@@ -162,6 +162,7 @@ async def _world(
     pay = functools.partial(reward, invalid=c.reward.invalid, milestone=c.reward.milestone)
     try:
         held, _, _ = await asyncio.gather(sandbox.start(), grader.start(), sampler.start())
+        await sampler.warmup()  # a prompt length first seen late must not compile then
         screen.note(f"sandbox {held.backend}; not held back: {', '.join(held.not_held) or 'nothing'}")
         metrics.text(version, "env/sandbox", f"{held.backend}\n\nheld: {held.held}\n\nnot held: {held.not_held}")
         try:
