@@ -311,6 +311,8 @@ async def test_new_weights_serve_later_requests_and_never_alias(params):
         assert before.version == 0
         donated = jax.tree.map(jnp.copy, other)
         await served.update_weights(donated, 3)
+        theirs = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(donated)}
+        assert not theirs & {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(served._engine._params)}
         for leaf in jax.tree.leaves(donated):
             leaf.delete()  # what donation does
         after = await served.sample(request(20, 1))
