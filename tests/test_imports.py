@@ -20,7 +20,7 @@ LAYERS = (  # imports point up this list; the longest matching prefix gives a mo
     ("jaxrl_code.sampling", "jaxrl_code.rollout"),
     ("jaxrl_code.ppo.learner",),
     ("jaxrl_code.checkpoint", "jaxrl_code.evaluation", "jaxrl_code.display", "jaxrl_code.preflight"),
-    ("jaxrl_code.trainer", "jaxrl_code.sft"),
+    ("jaxrl_code.trainer", "jaxrl_code.sft", "jaxrl_code.corpus"),
     ("launch", "configs"),
 )
 PLACE = {name: depth for depth, names in enumerate(LAYERS) for name in names}

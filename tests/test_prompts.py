@@ -33,18 +33,18 @@ Tell y from x. It is easy.
 Metric: auc (higher is better)
 data/train.csv: 90 rows
 data/test.csv: 40 rows
-Id: row
-Columns: x0 float, x1 float missing, x2 float
-Target: y (no, yes)
-Submission columns: row, y""",
+Id: "row"
+Columns: "x0" float, "x1" float missing, "x2" float
+Target: "y" (no, yes)
+Submission columns: "row", "y\"""",
     }
 
 
 def test_what_is_long_is_counted_instead():
     limits = PromptLimits(columns=2, labels=1, description_chars=10)
     content = fresh_messages(task(columns=30), limits)[1]["content"]
-    assert "Columns: x0 float, x1 float missing, ... and 28 more (float)\n" in content
-    assert "Target: y category\n" in content and "\nTell y ...\n" in content
+    assert 'Columns: "x0" float, "x1" float missing, ... and 28 more (float)\n' in content
+    assert 'Target: "y" category\n' in content and "\nTell y ...\n" in content
 
 
 def test_an_improvement_prompt_shows_program_output_and_outcome():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 
 from jaxrl_code.tasks.competition import Competition
@@ -88,7 +89,7 @@ def _task_text(task: Competition, limits: PromptLimits) -> str:
         lines.append(summary)
     lines.append(f"Metric: {task.metric_label} ({'lower' if task.lower_is_better else 'higher'} is better)")
     lines += [f"data/{table.file}: {table.rows} rows" for table in task.tables]
-    lines.append(f"Id: {task.id_column}")
+    lines.append(f"Id: {_quoted(task.id_column)}")
     tables = {table.file: table for table in task.tables}
     test = tables.get("test.csv")
     for table in (test,) if test else task.tables:
@@ -102,25 +103,34 @@ def _task_text(task: Competition, limits: PromptLimits) -> str:
 
 def _columns(table: Table, task: Competition, limits: PromptLimits) -> str:
     columns = [column for column in table.columns if column.name != task.id_column]
-    shown = [f"{c.name} {c.kind}{' missing' if c.missing else ''}" for c in columns[: limits.columns]]
+    gaps = {column.name for each in task.tables for column in each.columns if column.missing}  # in train or in test
+
+    def kind(column: Column) -> str:
+        return f"{column.kind}{' missing' if column.name in gaps else ''}"
+
+    shown = [f"{_quoted(column.name)} {kind(column)}" for column in columns[: limits.columns]]
     rest = columns[limits.columns :]
     if rest:
-        kinds = sorted({f"{c.kind}{' missing' if c.missing else ''}" for c in rest})
-        shown.append(f"... and {len(rest)} more ({', '.join(kinds)})")
+        shown.append(f"... and {len(rest)} more ({', '.join(sorted({kind(column) for column in rest}))})")
     return ", ".join(shown)
 
 
 def _target(column: Column, limits: PromptLimits) -> str:
     if column.labels and len(column.labels) <= limits.labels:
-        return f"{column.name} ({', '.join(column.labels)})"
-    return f"{column.name} {column.kind}"
+        return f"{_quoted(column.name)} ({', '.join(column.labels)})"
+    return f"{_quoted(column.name)} {column.kind}"
 
 
 def _names(names: tuple[str, ...], limits: PromptLimits) -> str:
     keep = limits.columns + 4  # an id and the class columns of a multi-class task should all be seen
     if len(names) <= keep:
-        return ", ".join(names)
-    return f"{', '.join(names[:keep])}, ... and {len(names) - keep} more"
+        return ", ".join(map(_quoted, names))
+    return f"{', '.join(map(_quoted, names[:keep]))}, ... and {len(names) - keep} more"
+
+
+def _quoted(name: str) -> str:
+    """As a program writes it: in the same tokens, so that a small model can copy it, and with its spaces."""
+    return json.dumps(name, ensure_ascii=False)
 
 
 def _first_words(description: str, chars: int) -> str:
