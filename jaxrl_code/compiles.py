@@ -21,5 +21,5 @@ class CompileCounter:
     def close(self) -> None:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
-    def _listen(self, event: str, seconds: float, **_: object) -> None:
+    def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
         self._count += event == _EVENT
