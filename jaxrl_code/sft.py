@@ -36,10 +36,10 @@ class Example:
 class Batch:
     """G prompts without their last token, and B = G * answers rows: that token and an answer. Right-padded."""
 
-    prompt_GS: jax.Array | np.ndarray
-    prompt_valid_GS: jax.Array | np.ndarray
-    tokens_BT: jax.Array | np.ndarray
-    valid_BT: jax.Array | np.ndarray  # every valid token but a row's first is a target
+    prompt_GS: jax.Array
+    prompt_valid_GS: jax.Array
+    tokens_BT: jax.Array
+    valid_BT: jax.Array  # every valid token but a row's first is a target
 
 
 @struct.dataclass
@@ -74,7 +74,8 @@ def make_batch(examples: Sequence[Example], prompt_length: int, answer_length: i
             row = g * answers + a
             tokens_BT[row, : len(ids) + 1] = [example.prompt_ids[-1], *ids]
             valid_BT[row, : len(ids) + 1] = True
-    return Batch(prompt_GS, prompt_valid_GS, tokens_BT, valid_BT)
+    arrays: Any = (prompt_GS, prompt_valid_GS, tokens_BT, valid_BT)  # on the host until the step takes them
+    return Batch(*arrays)
 
 
 def batches(
