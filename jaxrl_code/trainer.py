@@ -57,8 +57,7 @@ class Plan:
 
 
 def plan(config: Any) -> Plan:
-    """Raises ValueError for whatever a user can get wrong, within seconds."""
-    preflight.check(config)
+    """For a config that `preflight.check` let pass; raises ValueError for what only reading the files can tell."""
     c = config
     weights = preflight.weights_folder(c.model.path)
     assert weights is not None

@@ -20,10 +20,14 @@ WORKDIR = flags.DEFINE_string("workdir", "", "Where checkpoints and metrics go; 
 
 def main(argv: list[str]) -> None:
     config = parse(argv)
-    # Imported late: a misspelt flag should not wait for jax.
-    from jaxrl_code import trainer
-
     try:
+        # Imported late: a misspelt flag should not wait for jax, nor a missing folder for all the rest.
+        from jaxrl_code import preflight
+
+        preflight.check(config)
+
+        from jaxrl_code import trainer
+
         plan = trainer.plan(config)
     except ValueError as error:
         sys.exit(f"error: {error}")
