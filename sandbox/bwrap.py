@@ -90,6 +90,8 @@ def command(
             argv += ["--ro-bind", str(top), str(top)]
     for name in _ETC:
         argv += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    # Before the interpreter, which may live below it.
+    argv += ["--perms", "1777", "--size", str(TMP_MB << 20), "--tmpfs", "/tmp"]
     for prefix in python.prefixes:
         for parent in reversed(Path(prefix).parents[:-1]):  # bwrap would make them for its own user alone
             argv += ["--perms", "0755", "--dir", str(parent)]
@@ -100,8 +102,7 @@ def command(
     for name in ("sys", "sysrq-trigger", "irq", "bus", "fs"):
         argv += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
     argv += ["--dev", "/dev", "--perms", "1777", "--size", str(SHM_MB << 20), "--tmpfs", "/dev/shm"]
-    argv += ["--remount-ro", "/dev", "--perms", "1777", "--size", str(TMP_MB << 20), "--tmpfs", "/tmp"]
-    argv += ["--ro-bind", str(HARNESS), "/harness.py"]
+    argv += ["--remount-ro", "/dev", "--ro-bind", str(HARNESS), "/harness.py"]
     if folder.path is not None:
         argv += ["--bind", str(folder.path), "/scratch"]
     else:

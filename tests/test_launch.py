@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -15,7 +16,8 @@ LOCAL = "--config=configs/mlebench.py:local"
 
 def launch(*flags: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "launch" / "train.py"), *flags]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+    bare = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # one CPU device
+    return subprocess.run(command, cwd=cwd, env=bare, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize(
