@@ -170,7 +170,7 @@ def test_a_checkpoint_of_another_model_is_refused(finished: tuple[Path, str], tm
 def test_a_full_disk_stops_the_run_with_one_line(tmp_path: Path, data: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(small)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(small)], check=True)
     try:
         done = train(small / "run", data, "--config.eval.programs=1", "--config.steps=1")
         assert done.returncode == 1
