@@ -204,7 +204,7 @@ async def test_saving_inside_a_running_event_loop(tmp_path):
 
 
 # Imports once, then forks a saver for each line on stdin; a saver says 'step' when that step's save has returned.
-SAVER = """
+SAVER = r"""
 import os, sys
 import jax, jax.numpy as jnp
 from jaxrl_code.checkpoint import Checkpoints
@@ -218,7 +218,7 @@ for line in sys.stdin:
             step += 1
             state = {"w": jnp.full((50_000,), step), "v": jnp.full((7,), step)}
             checkpoints.save(step, state, {"step": step, "filler": "x" * 100_000})
-            print(step, flush=True)
+            print(f"{step}\n", end="", flush=True)  # one write: a kill between number and newline left half a line
     os.waitpid(pid, 0)
     print("dead", flush=True)
 """
