@@ -20,6 +20,7 @@ SHOWN = (  # metric, word before it, how it is written
     ("rollout/valid_share", "valid", "{:.0%}"),
     ("env/duration_mean_s", "run", "{:.1f}s"),
 )
+TABLE_WIDTH = 120
 PHASES = ("sample", "sandbox", "update", "eval", "checkpoint")
 CURVES = (  # metric, title; drawn against the step
     ("rollout/reward_mean", "mean reward"),
@@ -85,17 +86,21 @@ def clock(seconds: float) -> str:
 
 
 def comparison(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> Table:
-    """Before and after by task, from evaluation records; scores in the task's own metric, over valid programs."""
+    """Before and after by task, from evaluation records; scores in the task's own metric, over valid programs.
+
+    'beats' is the share of the leaderboard that a program beats, 0 without a valid submission; 'if valid' leaves those
+    out.
+    """
     table = Table(title="before → after", title_justify="left")
     table.add_column("task")
-    for name in ("valid", "reward", "score", "leaderboard", "run (s)"):
+    for name in ("valid", "reward", "score", "beats", "if valid", "run (s)"):
         table.add_column(name, justify="right")
     was, now = by_task(before), by_task(after)
     signs = {record["task"]: -1 for record in (*before, *after) if record["score"] != record["signed_score"]}
     for task in sorted(was.keys() | now.keys()):
         _add_row(table, task, was.get(task), now.get(task), signs.get(task, 1))
     table.add_section()
-    # A mean of scores over tasks of unlike metrics says nothing: the leaderboard's share beaten does.
+    # A mean of scores over tasks of unlike metrics says nothing: the share of the leaderboard does.
     _add_row(table, "all", summarise(before), summarise(after), 0)
     return table
 
@@ -106,8 +111,9 @@ def _add_row(table: Table, name: str, was: Summary | None, now: Summary | None, 
         return " → ".join("-" if v is None else form.format(v * factor) for v in values)
 
     score = pair("score", "{:.4g}", sign) if sign else ""
-    columns = (pair("valid", "{:.0%}"), pair("reward", "{:.2f}"), score, pair("percentile", "{:.0%}"))
-    table.add_row(name, *columns, pair("wall_s", "{:.1f}"))
+    beats = pair("percentile", "{:.0%}"), pair("valid_percentile", "{:.0%}")
+    columns = (pair("valid", "{:.0%}"), pair("reward", "{:.2f}"), score, *beats, pair("wall_s", "{:.1f}"))
+    table.add_row(name, *columns)
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -145,6 +151,8 @@ def finish(
 ) -> None:
     """The end of a run: the table of before and after, and where everything is."""
     console = console or Console(highlight=False)
+    if not console.is_terminal:  # a file has no width: 80 columns would break most lines of the table
+        console.width = max(console.width, TABLE_WIDTH)
     console.print(comparison(before, after))
     console.print(f"learning curve: {draw_curve(workdir)}", markup=False, soft_wrap=True)
     console.print(f"all numbers:    tensorboard --logdir {workdir}", markup=False, soft_wrap=True)

@@ -27,6 +27,7 @@ class Summary:
     reward: float | None
     score: float | None  # mean over valid programs, signed so that more is better
     percentile: float | None  # mean share of the leaderboard beaten; 0 for a program without a valid submission
+    valid_percentile: float | None  # the same over valid programs: a mean score that tasks of unlike metrics can share
     wall_s: float | None  # mean run time
 
 
@@ -71,6 +72,7 @@ def summarise(records: Sequence[dict[str, Any]]) -> Summary:
         reward=_mean(record["reward"] for record in kept),
         score=_mean(record["signed_score"] for record in valid),
         percentile=_mean(record["percentile"] for record in kept),
+        valid_percentile=_mean(record["percentile"] for record in valid),
         wall_s=_mean(record["wall_s"] for record in kept if record["program"] is not None),
     )
 
@@ -83,7 +85,7 @@ def by_task(records: Sequence[dict[str, Any]]) -> dict[str, Summary]:
 def metrics_of(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     """eval/... over all tasks and, where one name a task is needed, eval/<task>/..."""
     rows = {"": summarise(records), **{f"{name}/": summary for name, summary in by_task(records).items()}}
-    names = ("valid", "reward", "score", "percentile", "wall_s")
+    names = ("valid", "reward", "score", "percentile", "valid_percentile", "wall_s")
     values = {f"eval/{task}{name}": getattr(row, name) for task, row in rows.items() for name in names}
     return {name: value for name, value in values.items() if value is not None}
 

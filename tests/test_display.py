@@ -78,6 +78,7 @@ def test_the_table_compares_by_task_in_the_tasks_own_metric():
     assert "0% → 100%" in rows["rmse"] and "- → 0.25" in rows["rmse"] and "-10.00 → -0.25" in rows["rmse"]
     assert "- → 0%" in rows["new"]
     assert "33% → 75%" in rows["all"]  # the masked one counts nowhere
+    assert "17% → 38%" in rows["all"] and "50% → 50%" in rows["all"]  # of the leaderboard: of all, of valid programs
 
 
 def test_the_end_of_a_run_leaves_a_picture(tmp_path):
@@ -85,7 +86,7 @@ def test_the_end_of_a_run_leaves_a_picture(tmp_path):
     for step in range(5):
         metrics.log(step, ROW | {"rollout/reward_mean": math.nan if step == 2 else step - 5.0})
     metrics.close()
-    out = console()
+    out = Console(file=io.StringIO(), highlight=False, width=40)  # as narrow as a file may pass for
     display.finish(tmp_path, [record("auc", 0.5)], [record("auc", 0.75)], out)
     assert "0.5 → 0.75" in out.file.getvalue() and str(tmp_path / "learning_curve.png") in out.file.getvalue()
     picture = matplotlib.image.imread(tmp_path / "learning_curve.png")
