@@ -30,11 +30,19 @@ def set_field(config: Any, dotted: str, value: Any) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_values_of_every_preset_are_good(preset: str) -> None:
-    preflight._check_values(get_config(preset))
+    config = get_config(preset)
+    preflight._check_values(config)
+    assert preflight.ppo_config(config).temperature == config.rollout.temperature  # of the same distribution
 
 
-def test_a_good_config_passes(tmp_path: Path) -> None:
-    preflight.check(local(tmp_path))
+def test_a_good_config_passes_as_it_is(tmp_path: Path) -> None:
+    config = local(tmp_path)
+    before = config.to_json()
+    preflight.check(config)
+    assert config.to_json() == before
+    (tmp_path / "data").rmdir()  # it is the folders that let it pass
+    with pytest.raises(ValueError, match=r"data: data\.root"):
+        preflight.check(config)
 
 
 @pytest.mark.parametrize(
